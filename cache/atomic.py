@@ -1,0 +1,57 @@
+"""Everything written is written to a temporary name beside its target, flushed to the disk, and renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from cache.errors import ResourceError
+
+TEMPORARY_MARK = ".tmp-"
+
+
+def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file, then make it `target` in one step.
+
+    A reader sees the old file or the new one, never a part. After any failure nothing but the old file remains.
+
+    Raises:
+        ResourceError: the disk or the quota is full.
+    """
+    temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{secrets.token_hex(4)}")
+    try:
+        write(temporary)
+        _flush(temporary)
+        temporary.replace(target)
+        _flush(target.parent)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise disk_full(target) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Replace `target` by `text` (UTF-8) in one step."""
+    write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def disk_full(target: Path, what: str = "the disk (or your quota) is full") -> ResourceError:
+    """The error for a full disk; what was committed before stays intact."""
+    return ResourceError(
+        what,
+        where=str(target),
+        do="free some space or move the folder, then run the same command again: it goes on where it was",
+    )
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

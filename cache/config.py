@@ -1,0 +1,120 @@
+"""Settings of the model, the data and the cache. The docstring of a field is its entry in docs/configuration.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DataFormat = Literal["flat", "qwen", "sharegpt", "messages", "stages"]
+
+
+class Section(BaseModel):
+    """Base of every part of the configuration: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which checkpoint is trained. A plain string stands for `name_or_path`."""
+
+    name_or_path: str
+    """A folder in the Hugging Face layout, or a hub id such as `Qwen/Qwen3-VL-8B-Instruct`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"name_or_path": value} if isinstance(value, str) else value
+
+
+class SplitConfig(Section):
+    """Where one split lies. A plain string stands for `path`."""
+
+    path: str
+    """A `.jsonl`, `.json` or `.parquet` file, a folder of Parquet files, or a hub dataset id."""
+    hub_split: str | None = None
+    """Which split to take of a hub dataset; the split's own name when left out."""
+    image_root: Path | None = None
+    """Overrides `data.image_root` for this split."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class DataConfig(Section):
+    """The dataset. Paths are relative to the working directory."""
+
+    splits: dict[str, SplitConfig]
+    """Name of each split and where it lies, e.g. `{train: train.jsonl, val: val.jsonl}`."""
+    image_root: Path | None = None
+    """Image paths are relative to this folder and must not leave it. Default: the folder of the split's file."""
+    format: DataFormat | Literal["auto"] = "auto"
+    """How a row is read. `auto` looks at the keys of the rows; all rows of a split have one format."""
+    stage_format: str = "{target}"
+    """How a stage is written in the answer; `{target}` and `{name}` are replaced. Stages are joined by a newline."""
+    max_length: int = Field(default=32768, gt=0)
+    """Longest sample in tokens, image tokens included. A longer record is refused: samples are never cut."""
+    on_bad_record: Literal["fail", "report"] = "fail"
+    """`fail` stops at the first record that cannot be used; `report` leaves it out, counts it and
+    lists it in `<output_dir>/<split>.rejected.jsonl`."""
+    max_bad_share: float = Field(default=0.01, ge=0, le=1)
+    """With `on_bad_record: report`, a larger share of bad records than this still fails the run."""
+
+    @field_validator("stage_format")
+    @classmethod
+    def _has_target(cls, value: str) -> str:
+        if "{target}" not in value:
+            raise ValueError("must contain {target}")
+        return value
+
+    @field_validator("splits")
+    @classmethod
+    def _not_empty(cls, value: dict[str, SplitConfig]) -> dict[str, SplitConfig]:
+        if not value:
+            raise ValueError("names no split; give at least `train: PATH`")
+        for name in value:
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"split name {name!r} may hold letters, digits, - and _ only (it becomes a file name)")
+        return value
+
+
+class CacheConfig(Section):
+    """The feature cache."""
+
+    dir: Path | None = None
+    """Folder of the cache; experiments that share it share the features. Default: `<output_dir>/features`."""
+    format: Literal["safetensors"] = "safetensors"
+    """Format of the shards."""
+    dtype: Dtype = "bfloat16"
+    """Dtype in which the tower runs and its output is stored, also on the live path."""
+    min_pixels: int | None = Field(default=None, gt=0)
+    """Smaller images are enlarged to this many pixels. Default: the checkpoint's processor setting."""
+    max_pixels: int | None = Field(default=None, gt=0)
+    """Larger images are reduced to this many pixels. Default: the checkpoint's processor setting (full resolution)."""
+    image_processor_backend: Literal["auto", "pil", "torchvision"] = "auto"
+    """Which implementation of the image processor runs. They differ in the last bits, so it is part of the fingerprint.
+    `auto`: torchvision where it is installed, else PIL; when reading, whichever made the cache."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention of the vision tower."""
+    shard_size: int = Field(default=1 << 30, gt=0)
+    """A shard is closed once it holds this many bytes. An interruption costs at most the shard in hand."""
+    num_workers: int = Field(default=2, ge=0)
+    """Processes that decode and resize images."""
+    max_image_pixels: int = Field(default=200_000_000, gt=0)
+    """An image that decodes to more pixels is refused before memory is taken (decompression bombs)."""
+    device: str = "auto"
+    """Where the tower runs: `auto` (cuda if there is one), `cpu`, `cuda`, `cuda:1`."""
+    verify_checksums: bool = True
+    """Compare each entry with its checksum when it is read."""
+
+    @model_validator(mode="after")
+    def _pixels_in_order(self) -> CacheConfig:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is larger than max_pixels {self.max_pixels}")
+        return self

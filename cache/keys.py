@@ -1,0 +1,10 @@
+"""The name of an image's entry."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def image_key(data: bytes) -> str:
+    """SHA-256 of an image's encoded bytes, in hex. Same bytes, same entry, whatever the files are called."""
+    return hashlib.sha256(data).hexdigest()

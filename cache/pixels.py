@@ -1,0 +1,63 @@
+"""Decoding and resizing in worker processes, ahead of the tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from cache.config import CacheConfig
+from cache.errors import DataError
+from cache.preprocess import ImageProcessor, decode
+from cache.records import ImageRef
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """One image as the tower takes it, or why it cannot be decoded.
+
+    Attributes:
+        index: which of the images.
+        pixel_values: (P, C * T * patch * patch) float32.
+        image_grid_thw: (3,) int64.
+        error: set when the image is damaged; then the tensors are empty.
+    """
+
+    index: int
+    pixel_values: torch.Tensor
+    image_grid_thw: torch.Tensor
+    error: DataError | None = None
+
+    def pin_memory(self) -> Pixels:
+        """Called by the data loader where there is a GPU."""
+        return Pixels(self.index, self.pixel_values.pin_memory(), self.image_grid_thw, self.error)
+
+
+class _PixelDataset(Dataset[Pixels]):
+    def __init__(self, refs: Sequence[ImageRef], processor: ImageProcessor, max_image_pixels: int) -> None:
+        self._refs, self._processor, self._limit = refs, processor, max_image_pixels
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __getitem__(self, index: int) -> Pixels:
+        ref = self._refs[index]
+        try:
+            image = decode(ref.read(), where=ref.path, max_image_pixels=self._limit)
+            return Pixels(index, *self._processor(image, where=ref.path))
+        except DataError as error:
+            # Handed over as a value: raised in a worker it would end the whole loader.
+            return Pixels(index, torch.empty(0), torch.empty(0), error)
+
+
+def load_pixels(refs: Sequence[ImageRef], processor: ImageProcessor, cache: CacheConfig) -> Iterator[Pixels]:
+    """Every image in order, prepared by `cache.num_workers` processes."""
+    loader = DataLoader(
+        _PixelDataset(refs, processor, cache.max_image_pixels),
+        batch_size=None,
+        num_workers=min(cache.num_workers, len(refs)),
+        pin_memory=torch.cuda.is_available(),
+    )
+    yield from loader

@@ -1,0 +1,111 @@
+"""Loads `model.visual` alone and runs it. The language model's weights are never read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cache.checkpoint import VisionWeights, load_hf_config
+from cache.config import CacheConfig, ModelConfig
+from cache.errors import ConfigError, ResourceError
+from cache.features import VisionFeatures
+
+
+class VisionTower:
+    """The frozen vision tower of a checkpoint.
+
+    Args:
+        module: the stock transformers vision model, in evaluation mode.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module.eval().requires_grad_(False)
+        parameter = next(module.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._merge_unit = int(module.config.spatial_merge_size) ** 2  # type: ignore[union-attr,arg-type]
+
+    @classmethod
+    def load(cls, model: ModelConfig, cache: CacheConfig, *, weights: VisionWeights | None = None) -> VisionTower:
+        """Build the stock vision model and fill it from the checkpoint, tensor by tensor.
+
+        Raises:
+            ConfigError: tensors are missing or have other shapes than the config says.
+        """
+        from transformers import AutoModel
+        from transformers.initialization import no_init_weights
+
+        config = load_hf_config(model)
+        with no_init_weights():
+            module = AutoModel.from_config(
+                config.vision_config,
+                dtype=getattr(torch, cache.dtype),
+                attn_implementation=cache.attn_implementation,
+                trust_remote_code=False,
+            )
+        _fill(module, weights or VisionWeights.find(model), model)
+        return cls(module.to(resolve_device(cache.device)))
+
+    @torch.no_grad()
+    def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
+        """Run the tower over some images at once.
+
+        Args:
+            pixel_values: per image (P, C * T * patch * patch), any float dtype.
+            grids: per image (3,) int64.
+
+        Returns:
+            Per image its features, on the tower's device and in its dtype.
+
+        Raises:
+            ResourceError: the device's memory does not suffice.
+        """
+        grid_thw = torch.stack(list(grids)).to(self.device)
+        pixels = torch.cat([p.to(self.device, self.dtype, non_blocking=True) for p in pixel_values])
+        try:
+            output = self.module(pixels, grid_thw=grid_thw, return_dict=True)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"the vision tower ran out of memory on {len(grids)} image(s) of {pixels.shape[0]} patches",
+                do="lower cache.max_pixels, or use a GPU with more memory",
+            ) from error
+        sizes = [int(g.prod()) // self._merge_unit for g in grids]
+        embeds = output.pooler_output.split(sizes)
+        levels = [level.split(sizes) for level in output.deepstack_features]
+        return [
+            VisionFeatures(embeds[i], torch.stack([level[i] for level in levels]), grid.to("cpu", torch.int64))
+            for i, grid in enumerate(grids)
+        ]
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows", do="use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there; {torch.cuda.device_count()} GPUs are visible", do="use auto")
+    return device
+
+
+def _fill(module: torch.nn.Module, weights: VisionWeights, model: ModelConfig) -> None:
+    targets = dict(module.named_parameters()) | {
+        name: buffer for name, buffer in module.named_buffers() if name in weights.files
+    }
+    missing = targets.keys() - weights.files.keys()
+    if missing:
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} tower tensors, e.g. {min(missing)}", where=model.name_or_path
+        )
+    with torch.no_grad():
+        for name, tensor in weights.tensors():
+            if name not in targets or targets[name].shape != tensor.shape:
+                raise ConfigError(f"tower tensor {name} {tuple(tensor.shape)} does not fit", where=model.name_or_path)
+            targets[name].copy_(tensor)

@@ -1,0 +1,214 @@
+"""The verbs. Exit codes: 0 done, 1 a bug, 2 configuration, 3 data, 4 cache, 5 memory or disk, 128 + n signal n."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.exit import configure_logging, exit_code_of, stop_request
+
+if TYPE_CHECKING:
+    from cache.dataset import Rejection
+    from pipeline.config import PipelineConfig
+    from train.run import Job
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fine-tune Qwen3-VL with the frozen vision tower run once per image.\n\n"
+    "cache: run the tower, store its output. train: LoRA or QLoRA from that store. "
+    "eval, predict, merge: what comes after.",
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file: model, data, output_dir, ...")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting, e.g. train.lora.r=32. May be repeated."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and what it takes; do nothing.")]
+AdapterOption = Annotated[
+    Path | None, typer.Option(help="Folder of the adapter. Default: the run folder's.", show_default=False)
+]
+
+
+@app.command()
+def cache(
+    config: ConfigOption,
+    split: Annotated[str, typer.Option(help="Which split of data.splits to cache.")],
+    overrides: SetOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run the vision tower once per image of a split and store its output. Run again, it goes on where it was."""
+    from cache.build import CacheBuilder
+    from pipeline.progress import Bar
+
+    settings = _load(config, overrides)
+    builder = CacheBuilder(settings.model, settings.data, settings.cache, settings.cache_dir)
+    if dry_run:
+        print(builder.plan(split, Bar()).describe())
+        return
+    summary = builder.run(split, Bar(), stop_request.install())
+    rejected = _write_rejected(settings, split, summary.rejected)
+    print(f"split {summary.split}: {summary.num_records} records, {summary.distinct_images} distinct images")
+    print(f"  encoded now      {summary.encoded_images} images, {summary.images_per_second:.2f} images/s")
+    print(f"  image tokens     {summary.image_tokens}")
+    print(f"  written now      {summary.written_bytes / 1e6:.2f} MB")
+    print(f"  left out         {len(summary.rejected)} records{f', listed in {rejected}' if rejected else ''}")
+    print(f"  cache            {summary.folder}")
+
+
+@app.command()
+def train(
+    config: ConfigOption,
+    from_cache: Annotated[
+        bool,
+        typer.Option("--from-cache", help="Read features from the cache. Without it the tower runs in every step."),
+    ] = False,
+    overrides: SetOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a LoRA adapter. Goes on from the last checkpoint when the run folder has one."""
+    from pipeline.config import dump_config
+    from pipeline.progress import Bar
+    from train.run import describe, is_finished, run_training
+
+    settings = _load(config, overrides)
+    job = _job(settings, from_cache=from_cache)
+    if dry_run:
+        print(describe(job, Bar()))
+        return
+    if is_finished(job):
+        print(f"already finished: {job.output_dir / 'adapter'}")
+        return
+    adapter = run_training(job, Bar(), stop_request.install(), resolved_config=dump_config(settings))
+    if adapter is not None:
+        print(f"adapter saved in {adapter}")
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigOption,
+    split: Annotated[str, typer.Option(help="Which split of data.splits to evaluate.")] = "val",
+    adapter: AdapterOption = None,
+    base: Annotated[bool, typer.Option("--base", help="Evaluate the model without an adapter.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Run the tower instead of reading the cache.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Loss and generated answers on a split, from the cache. Writes predictions.jsonl and metrics.json."""
+    from cache.atomic import write_text
+    from pipeline.progress import Bar
+    from train.run import run_evaluation
+
+    settings = _load(config, overrides)
+    job = _job(settings, from_cache=not live)
+    where = None if base else adapter or settings.output_dir / "adapter"
+    result = run_evaluation(job, split, where, Bar())
+    folder = settings.output_dir / (f"eval-{split}-base" if base else f"eval-{split}")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in result.predictions)
+    write_text(folder / "predictions.jsonl", lines)
+    write_text(folder / "metrics.json", json.dumps(result.scores, indent=1))
+    for name, value in result.scores.items():
+        print(f"{name:16s} {value:.4f}")
+    print(f"predictions in {folder / 'predictions.jsonl'}")
+
+
+@app.command()
+def predict(
+    prompt: Annotated[
+        str, typer.Option(help="The question; `<image>` marks where an image goes, else they go in front.")
+    ],
+    image: Annotated[list[Path] | None, typer.Option(help="Image file. May be repeated.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="The YAML file; names the model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id, instead of --config.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of the adapter. Default: the run folder's, if any.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Without an adapter.")] = False,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Ask the full stock model, tower included, about a raw image."""
+    from cache.errors import ConfigError
+    from pipeline.config import config_for_model
+    from train.predict import predict as answer
+
+    if (config is None) == (model is None):
+        raise ConfigError("predict needs either --config or --model")
+    settings = _load(config, overrides) if config is not None else config_for_model(str(model), overrides)
+    default = settings.output_dir / "adapter"
+    chosen = adapter or (default if config is not None and default.is_dir() else None)
+    print(
+        answer(
+            settings.model,
+            settings.cache,
+            settings.train,
+            settings.eval,
+            images=image or [],
+            prompt=prompt,
+            adapter=None if base else chosen,
+            system=system,
+        )
+    )
+
+
+@app.command()
+def merge(
+    config: ConfigOption,
+    output: Annotated[Path, typer.Option(help="Folder for the merged checkpoint; must not exist.")],
+    adapter: AdapterOption = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Upload it there as well.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Merge the adapter into a full checkpoint that the stock class loads."""
+    from train.merge import merge as merge_adapter
+
+    settings = _load(config, overrides)
+    where = adapter or settings.output_dir / "adapter"
+    print(merge_adapter(settings.model, settings.train, adapter=where, output=output, push_to_hub=push_to_hub))
+
+
+def main() -> None:
+    """The console script."""
+    configure_logging()
+    sys.exit(exit_code_of(lambda: app(standalone_mode=False)))
+
+
+def _load(config: Path, overrides: list[str] | None) -> PipelineConfig:
+    from pipeline.config import load_config
+
+    return load_config(config, overrides)
+
+
+def _job(settings: PipelineConfig, *, from_cache: bool) -> Job:
+    from train.run import Job
+
+    return Job(
+        settings.model,
+        settings.data,
+        settings.cache,
+        settings.train,
+        settings.eval,
+        settings.cache_dir,
+        settings.output_dir,
+        from_cache,
+    )
+
+
+def _write_rejected(settings: PipelineConfig, split: str, rejected: list[Rejection]) -> Path | None:
+    """List what was left out; an older list is replaced, also by none."""
+    from cache.atomic import write_text
+
+    target = settings.output_dir / f"{split}.rejected.jsonl"
+    if not rejected:
+        target.unlink(missing_ok=True)
+        return None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejected))
+    return target

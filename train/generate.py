@@ -1,0 +1,64 @@
+"""Answers from the stock `generate`, with features in place of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cache.features import VisionFeatures
+from train.model import mm_encoder_outputs
+from train.sample import Sequence as TokenSequence
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[TokenSequence],
+    features: Sequence[VisionFeatures],
+    *,
+    image_token_id: int,
+    max_new_tokens: int,
+) -> list[str]:
+    """Greedy answers to a batch of prompts.
+
+    Args:
+        model: the stock class, bare or wrapped by PEFT, with or without its tower.
+        prompts: widened sequences, each ending with the generation prompt.
+        features: one for each image of the prompts, in order, on the model's device.
+
+    Returns:
+        One text a prompt, special tokens removed.
+    """
+    device = next(model.parameters()).device
+    longest = max(len(prompt.input_ids) for prompt in prompts)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    input_ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):  # left padding, so that every row generates at its end
+        input_ids[row, longest - len(prompt.input_ids) :] = torch.from_numpy(prompt.input_ids)
+        attention_mask[row, longest - len(prompt.input_ids) :] = 1
+    is_image = input_ids == image_token_id
+    vision: dict[str, Any] = {}
+    if features:
+        vision = {
+            "mm_encoder_outputs": mm_encoder_outputs(features),
+            "image_grid_thw": torch.stack([f.image_grid_thw for f in features]).to(device),
+            "mm_token_type_ids": is_image.to(torch.int32).to(device),
+        }
+    output = model.generate(
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad,
+        **vision,
+    )
+    texts: list[str] = tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
+    return texts

@@ -1,0 +1,120 @@
+"""The stock model class: without its tower for training, whole for prediction. No line of its forward pass is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cache.checkpoint import load_hf_config
+from cache.config import ModelConfig
+from cache.errors import ConfigError, ResourceError
+from cache.features import VisionFeatures
+from train.config import TrainConfig
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+VISION_TOWER = "visual"
+
+
+def training_device(config: TrainConfig) -> torch.device:
+    """Where training runs. With several processes, torchrun's launcher has chosen the GPU of each."""
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
+    """The stock class with `model.visual` set to None; the tower's weights are skipped when the checkpoint is read.
+
+    transformers builds the module tree on the meta device, so the tower never takes memory.
+
+    Returns:
+        A frozen transformers model on `device`.
+
+    Raises:
+        ConfigError: the checkpoint cannot be loaded.
+        ResourceError: it does not fit the device's memory.
+    """
+    stock = _stock_class(model)
+
+    class WithoutTower(stock):  # type: ignore[misc, valid-type]
+        _keys_to_ignore_on_load_unexpected = [rf"model\.{VISION_TOWER}\..*"]  # noqa: RUF012
+
+        def __init__(self, hf_config: Any) -> None:
+            super().__init__(hf_config)
+            self.model.visual = None
+
+    # What is saved later names its class, and that must be one that others have.
+    WithoutTower.__name__ = stock.__name__
+    WithoutTower.__qualname__ = stock.__qualname__
+    return _load(WithoutTower, model, config, device)
+
+
+def load_full_model(model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
+    """The stock model, tower included, frozen, on `device`. Raises as `load_language_model`."""
+    return _load(_stock_class(model), model, config, device)
+
+
+def mm_encoder_outputs(features: Sequence[VisionFeatures]) -> dict[str, Any] | None:
+    """What `forward` and `generate` of the stock class take in place of pixels; None when there is no image.
+
+    Args:
+        features: one for each image in the order of its placeholders, over the rows of the batch.
+    """
+    if not features:
+        return None
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+    levels = features[0].deepstack_features.shape[0]
+    return {
+        "image": BaseModelOutputWithDeepstackFeatures(
+            pooler_output=tuple(f.image_embeds for f in features),
+            deepstack_features=[tuple(f.deepstack_features[level] for f in features) for level in range(levels)],
+        )
+    }
+
+
+def _stock_class(model: ModelConfig) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    hf_config = load_hf_config(model)
+    try:
+        return AutoModelForImageTextToText._model_mapping[type(hf_config)]
+    except KeyError:
+        raise ConfigError(f"transformers has no image-text model for {hf_config.model_type}") from None
+
+
+def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
+    try:
+        loaded = kind.from_pretrained(
+            model.name_or_path,
+            revision=model.revision,
+            dtype=PRECISIONS[config.precision],
+            attn_implementation="sdpa",
+            quantization_config=_quantization(config),
+            device_map={"": device},
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            "the language model does not fit the GPU's memory", do="set train.quantization: nf4, or use a larger GPU"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model: {error}", where=model.name_or_path) from error
+    return loaded.requires_grad_(False)
+
+
+def _quantization(config: TrainConfig) -> Any:
+    if config.quantization == "none":
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=PRECISIONS[config.precision],
+        llm_int8_skip_modules=["lm_head", VISION_TOWER],
+    )

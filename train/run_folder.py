@@ -1,0 +1,112 @@
+"""What a run leaves in its folder, and how the next start finds it.
+
+config.yaml            the resolved configuration, for the record
+checkpoint-STEP/       transformers.Trainer's checkpoints
+metrics.jsonl          one line a log, evaluation or end
+adapter/               the final adapter, loadable by PeftModel.from_pretrained
+run.json               settings that decide the result, and whether the run is finished
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cache.atomic import write_text
+from cache.errors import ConfigError
+
+ADAPTER, METRICS_FILE, RUN_FILE, CONFIG_FILE = "adapter", "metrics.jsonl", "run.json", "config.yaml"
+_COMPLETE = ("trainer_state.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; Trainer writes trainer_state.json last."""
+    found = sorted(folder.glob("checkpoint-*"), key=_step_of, reverse=True)
+    return next((path for path in found if _step_of(path) >= 0 and _is_complete(path)), None)
+
+
+def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
+    """Check that the folder holds this run or none, and find the checkpoint to go on from.
+
+    Args:
+        settings: everything that decides the result, flat.
+
+    Raises:
+        ConfigError: the folder holds checkpoints of a run with other settings, or `resume` is off.
+    """
+    checkpoint = last_checkpoint(folder)
+    run_file = folder / RUN_FILE
+    if checkpoint is not None and not resume:
+        raise ConfigError(
+            f"the run folder holds {checkpoint.name} and train.resume is false",
+            where=str(folder),
+            do="give another output_dir, or move the old run away",
+        )
+    if run_file.exists() and (checkpoint is not None or (folder / ADAPTER).exists()):
+        there = read_run(folder).get("settings", {})
+        changed = [
+            f"{name}: {there.get(name)!r} there, {settings.get(name)!r} now"
+            for name in sorted(there.keys() | settings.keys())
+            if there.get(name) != settings.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                "the run folder holds a run with other settings:\n    " + "\n    ".join(changed),
+                where=str(folder),
+                do="give another output_dir, or set the settings back to go on with that run",
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_run(folder, settings, finished_steps=read_run(folder).get("finished_steps"))
+    return checkpoint
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The content of run.json; empty when there is none."""
+    try:
+        content = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"is damaged: {error}", where=str(folder / RUN_FILE), do="remove it") from error
+    return content if isinstance(content, dict) else {}
+
+
+def write_run(folder: Path, settings: dict[str, Any], *, finished_steps: int | None) -> None:
+    """Write run.json; `finished_steps` is the number of steps of a finished run."""
+    content = {"settings": settings, "finished_steps": finished_steps}
+    write_text(folder / RUN_FILE, json.dumps(content, indent=1, sort_keys=True))
+
+
+def save_folder(target: Path, save: Callable[[Path], None]) -> None:
+    """Let `save` fill a folder aside, then put it in the place of `target`."""
+    aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        save(aside)
+        if target.exists():
+            old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+            target.rename(old)
+            aside.rename(target)
+            shutil.rmtree(old)
+        else:
+            aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _is_complete(path: Path) -> bool:
+    if not all((path / name).is_file() for name in _COMPLETE):
+        return False
+    try:
+        json.loads((path / _COMPLETE[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True

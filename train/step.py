@@ -1,0 +1,183 @@
+"""What is in an optimizer step, and how it travels: distinct images once, packs that point at them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from train.features import FeatureSource, StepImage
+from train.pack import Pack, build_pack, split_into_packs
+from train.sample import Sample
+
+StepIndex = tuple[int, int]  # (epoch, step within the epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One process's share of an optimizer step.
+
+    Attributes:
+        packs: at least one.
+        images: the distinct images of the packs.
+        total_weight: sum of the loss weights over the whole step, all processes together.
+        num_samples: of the whole step.
+        num_image_tokens: placeholders in this process's packs.
+    """
+
+    packs: tuple[Pack, ...]
+    images: tuple[StepImage, ...]
+    total_weight: float
+    num_samples: int
+    num_image_tokens: int
+
+    def pin_memory(self) -> Step:
+        """Called by the data loader where there is a GPU."""
+        return Step(
+            tuple(pack.map_tensors("pin_memory") for pack in self.packs),
+            tuple(image.pin_memory() for image in self.images),
+            self.total_weight,
+            self.num_samples,
+            self.num_image_tokens,
+        )
+
+
+class StepDataset(Dataset[Step]):
+    """Steps by (epoch, number). The order of samples is a pure function of seed and epoch, so resuming needs no replay.
+
+    Args:
+        samples: the whole dataset.
+        source: reads an image's features (or pixels, on the live path).
+        effective_batch_size: samples in a step, over all processes; an epoch's last step may hold fewer.
+        tokens_per_pack: see TrainConfig.
+        image_token_id, merge_size: of the model.
+        seed: of the order; None keeps the dataset's order.
+        rank, world_size: this process's share is every world_size-th sample of a step, from rank on.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        source: FeatureSource,
+        *,
+        effective_batch_size: int,
+        tokens_per_pack: int,
+        image_token_id: int,
+        merge_size: int,
+        seed: int | None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._samples, self._source = samples, source
+        self._batch, self._budget = effective_batch_size, tokens_per_pack
+        self._image_token_id, self._merge_size = image_token_id, merge_size
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return math.ceil(len(self._samples) / self._batch)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        return len(self._samples)
+
+    def indices(self, epoch: int, step: int) -> list[int]:
+        """Which samples are in a step, in order."""
+        if self._order[0] != epoch:
+            order = np.arange(len(self._samples))
+            if self._seed is not None:
+                order = np.random.default_rng((self._seed, epoch)).permutation(len(self._samples))
+            self._order = (epoch, order)
+        return [int(i) for i in self._order[1][step * self._batch : (step + 1) * self._batch]]
+
+    def __getitem__(self, index: StepIndex) -> Step:
+        samples = [self._samples[i] for i in self.indices(*index)]
+        mine = samples[self._rank :: self._world_size]
+        return self._build(samples, mine) if mine else self._idle(samples)
+
+    def _build(self, samples: list[Sample], mine: list[Sample]) -> Step:
+        distinct = {image.key: image for sample in mine for image in sample.images}
+        places = {key: place for place, key in enumerate(distinct)}
+        packs = [
+            build_pack([mine[i] for i in run], places, image_token_id=self._image_token_id, merge_size=self._merge_size)
+            for run in split_into_packs([sample.num_tokens for sample in mine], self._budget)
+        ]
+        return Step(
+            packs=tuple(packs),
+            images=tuple(self._source.load(image) for image in distinct.values()),
+            total_weight=sum(sample.total_weight for sample in samples),
+            num_samples=len(samples),
+            num_image_tokens=sum(int((pack.input_ids == self._image_token_id).sum()) for pack in packs),
+        )
+
+    def _idle(self, samples: list[Sample]) -> Step:
+        """For a process without a sample in a short step: it must still take part in the reduction of gradients."""
+        step = self._build(samples, samples[:1])
+        (pack,) = step.packs
+        silent = Pack(
+            pack.input_ids,
+            pack.position_ids,
+            pack.visible_until,
+            pack.target_positions,
+            pack.target_ids,
+            torch.zeros_like(pack.target_weights),
+            pack.images,
+            pack.is_causal,
+        )
+        return Step((silent,), step.images, step.total_weight, step.num_samples, 0)
+
+
+class StepSampler(Sampler[list[StepIndex]]):
+    """Yields [(epoch, step)]; the epoch is set from outside, as transformers.Trainer does."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch's order comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[list[StepIndex]]:
+        for step in range(self._steps):
+            yield [(self.epoch, step)]
+
+
+class StepLoader(DataLoader[Step]):
+    """A data loader that passes `set_epoch` on to its sampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by transformers.Trainer before each epoch."""
+        sampler = self.batch_sampler
+        if isinstance(sampler, StepSampler):
+            sampler.set_epoch(epoch)
+
+
+def make_loader(
+    dataset: StepDataset, *, num_workers: int, pin_memory: bool, prefetch_factor: int, persistent_workers: bool
+) -> StepLoader:
+    """A loader over a dataset of steps; arguments as in torch's DataLoader."""
+    return StepLoader(
+        dataset,
+        batch_sampler=StepSampler(len(dataset)),
+        collate_fn=_only,
+        num_workers=num_workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=persistent_workers and num_workers > 0,
+    )
+
+
+def _only(steps: list[Step]) -> Step:
+    (step,) = steps
+    return step

@@ -1,0 +1,155 @@
+"""A thin transformers.Trainer: one dataset item is one optimizer step, made of packs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from cache.errors import ResourceError
+from cache.vision_tower import VisionTower
+from train.evaluate import weighted_loss
+from train.features import features_on
+from train.loss import pack_loss
+from train.step import Step, StepDataset, StepLoader, make_loader
+from train.throughput import Throughput
+
+
+class StepTrainer(Trainer):
+    """Runs steps that are already cut into packs.
+
+    Gradients are those of sum(weight * loss) / sum(weight) over all samples of the step, whatever packs, processes or
+    micro-batches it was split into.
+
+    Args:
+        model: PEFT model over the stock class.
+        args: transformers' arguments; gradient_accumulation_steps must be 1, since packs do that.
+        train_steps, eval_steps: the data.
+        tower: for the live path only.
+        generation_metrics: called at each evaluation, adds to its metrics.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        train_steps: StepDataset,
+        eval_steps: StepDataset | None,
+        *,
+        tower: VisionTower | None = None,
+        generation_metrics: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        super().__init__(
+            model=model, args=args, train_dataset=train_steps, eval_dataset=eval_steps, callbacks=callbacks or []
+        )
+        self._tower = tower
+        self._generation_metrics = generation_metrics
+        self._throughput = Throughput(self.args.device)
+
+    def get_train_dataloader(self) -> StepLoader:
+        """The loader of steps; each process has a dataset that knows its share."""
+        return self._loader(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> StepLoader:
+        """See get_train_dataloader."""
+        return self._loader(eval_dataset or self.eval_dataset)
+
+    def _loader(self, dataset: Any) -> StepLoader:
+        return make_loader(
+            dataset,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor or 2,
+            persistent_workers=self.args.dataloader_persistent_workers,
+        )
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Samples in an epoch, for Trainer's own log."""
+        return int(dataloader.dataset.num_samples)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Step], num_batches: int, device: Any
+    ) -> tuple[list[Any], None]:
+        """Fetch the next step and note how long it kept the device waiting."""
+        with self._throughput.waiting():
+            batch, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batch, None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
+        # A step carries its own total weight.
+        return None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward over the packs of a step; gradients of all processes are reduced with the last one."""
+        step: Step = inputs
+        model.train()
+        total = torch.zeros((), device=self.args.device)
+        scale = self.accelerator.num_processes / step.total_weight
+        try:
+            features = features_on(self.args.device, step.images, self._tower)
+            for number, pack in enumerate(step.packs):
+                last = number == len(step.packs) - 1
+                with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                    on_device = pack.map_tensors("to", self.args.device, non_blocking=True)
+                    with self.compute_loss_context_manager():
+                        loss = pack_loss(model, on_device, features) * scale
+                    self.accelerator.backward(loss)
+                total += loss.detach()
+        except torch.OutOfMemoryError as error:
+            longest = max(pack.input_ids.shape[1] for pack in step.packs)
+            raise out_of_memory(longest) from error
+        self._throughput.count(step)
+        return total
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Weighted mean loss over the evaluation split, and generation metrics where they were asked for."""
+        del ignore_keys
+        started = time.perf_counter()
+        totals = weighted_loss(
+            self.model,
+            self.get_eval_dataloader(eval_dataset),
+            self.args.device,
+            self._tower,
+            self.compute_loss_context_manager,
+        )
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        metrics = {f"{metric_key_prefix}_loss": float(totals[0] / totals[1])}
+        if self._generation_metrics is not None:
+            scores = self._generation_metrics(self.model)
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - started, 3)
+        self._throughput.pause()
+        self.log(dict(metrics))
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add throughput to the training lines."""
+        if "loss" in logs and "grad_norm" in logs:
+            remaining = self.state.max_steps - self.state.global_step
+            logs |= self._throughput.report(remaining)
+        super().log(logs, start_time)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        # A step is no dict of columns.
+        self._signature_columns: list[str] = []
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated: transformers' formula assumes one unpacked batch."""
+        return 0
+
+
+def out_of_memory(tokens: int) -> ResourceError:
+    """The error for a step that does not fit."""
+    return ResourceError(
+        f"the GPU's memory does not suffice for a pack of {tokens} tokens",
+        do="lower train.tokens_per_pack (the result stays the same), or set train.gradient_checkpointing: true, "
+        "or train.quantization: nf4; if one sample alone is too long, lower cache.max_pixels",
+    )
