@@ -1,8 +1,8 @@
-"""What happens to records that cannot be used: the first one ends the run, or they are counted and listed."""
+"""Records that name an image that cannot be used: the first one ends the run, or they are counted and listed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from cache.config import DataConfig
 from cache.dataset import Rejection
@@ -31,18 +31,3 @@ def reject_images(records: Iterable[Record], refused: Mapping[str, DataError], d
                 rejected.append(Rejection(record.source, f"image {path}: {error.what}"))
                 break
     return rejected
-
-
-def require_few(rejected: Sequence[Rejection], total: int, data: DataConfig) -> None:
-    """Refuse to go on when more than `data.max_bad_share` of the records cannot be used.
-
-    Raises:
-        DataError: says how many and gives the first reasons.
-    """
-    if rejected and len(rejected) > data.max_bad_share * total:
-        examples = "".join(f"\n    {r.source}: {r.reason}" for r in rejected[:3])
-        raise DataError(
-            f"{len(rejected)} of {total} records cannot be used, more than data.max_bad_share = "
-            f"{data.max_bad_share} allows:{examples}",
-            do="mend them, or raise data.max_bad_share",
-        )

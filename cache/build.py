@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from cache.atomic import disk_full
-from cache.bad_records import reject_images, require_few
+from cache.bad_records import reject_images
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, DataConfig, ModelConfig
-from cache.dataset import Rejection
+from cache.dataset import Rejection, require_few
 from cache.errors import DataError, StoppedError
 from cache.features import VisionFeatures
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
@@ -128,7 +128,7 @@ class CacheBuilder:
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
         rejected = [*plan.rejected, *late]
-        require_few(rejected, plan.num_records, self._data)
+        require_few(rejected, plan.num_records, self._data, plan.path)
         self._save_split(plan, broken)
         return Summary(
             split=split,
@@ -170,7 +170,7 @@ class CacheBuilder:
             self.folder,
             SplitImages(
                 split=plan.split,
-                source=self._data.splits[plan.split].path,
+                source=plan.path,
                 num_records=plan.num_records,
                 images=[image for image in plan.images if image.path not in broken],
                 refused=plan.refused | {path: error.what for path, error in broken.items()},

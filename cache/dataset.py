@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,8 +27,8 @@ class Rejection:
     """A row that was left out.
 
     Attributes:
-        source: file and line (or row).
-        reason: the message of the error, which names the place too.
+        source: file and line (or row); for malformed JSON the column too.
+        reason: what is wrong, with the value.
     """
 
     source: str
@@ -101,26 +101,35 @@ def read_split(data: DataConfig, split: str) -> SplitRecords:
         except DataError as error:
             if data.on_bad_record == "fail":
                 raise
-            rejected.append(Rejection(row.source, str(error)))
+            rejected.append(Rejection(error.where or row.source, error.what))
         else:
             records.append(Record(parts.record_id or row.default_id, row.source, parts.turns, images))
     result = SplitRecords(tuple(records), tuple(rejected), path, len(records) + len(rejected))
-    _check_share(result, data.max_bad_share)
+    require_few(rejected, result.total, data, path)
     return result
 
 
-def _check_share(result: SplitRecords, limit: float) -> None:
-    count = len(result.rejected)
-    first = "".join(f"\n  {rejection.reason}" for rejection in result.rejected[:3])
-    if result.total and count / result.total > limit:
+def require_few(rejected: Sequence[Rejection], total: int, data: DataConfig, path: str) -> None:
+    """Refuse to go on when no record can be used, or more than `data.max_bad_share` of them cannot.
+
+    Args:
+        total: rows of the split, the rejected ones included.
+        path: where the split lies.
+
+    Raises:
+        DataError: says how many and gives the first reasons.
+    """
+    count, limit = len(rejected), data.max_bad_share
+    first = "".join(f"\n  {rejection.source}: {rejection.reason}" for rejection in rejected[:3])
+    if total and count / total > limit:
         raise DataError(
-            f"{count} of {result.total} records cannot be used: {count / result.total:.2%}, more than the "
+            f"{count} of {total} records cannot be used: {count / total:.2%}, more than the "
             f"{limit:.2%} of data.max_bad_share. The first:{first}",
-            where=result.path,
+            where=path,
             do="correct them, or raise data.max_bad_share",
         )
-    if not result.records:
-        raise DataError(f"the dataset has no usable record{first}", where=result.path, do="check the file")
+    if count == total:
+        raise DataError(f"the dataset has no usable record{first}", where=path, do="check the file")
 
 
 def _open(data: DataConfig, split: str) -> _Rows:

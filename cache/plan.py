@@ -6,9 +6,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.bad_records import reject_images, require_few
+from cache.bad_records import reject_images
 from cache.config import DataConfig
-from cache.dataset import Rejection, read_split
+from cache.dataset import Rejection, read_split, require_few
 from cache.manifest import Manifest, SplitImage, load_shard_indexes, load_split
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
@@ -21,6 +21,7 @@ class Plan:
     """The work for one split.
 
     Attributes:
+        path: where the split lies.
         num_records: rows of the dataset.
         records: the usable ones.
         images: every usable image path of the split.
@@ -33,6 +34,7 @@ class Plan:
 
     split: str
     folder: Path
+    path: str
     num_records: int
     records: tuple[Record, ...]
     images: list[SplitImage]
@@ -77,7 +79,7 @@ def make_plan(
     scanned = ImageScanner(processor, load_split(folder, split), max_image_pixels).scan(read.records, progress)
     refused = {image.ref.path: image.error for image in scanned if image.error is not None}
     rejected = [*read.rejected, *reject_images(read.records, refused, data)]
-    require_few(rejected, read.total, data)
+    require_few(rejected, read.total, data, read.path)
     committed = {entry.key for index in load_shard_indexes(folder) for entry in index.entries}
     distinct = {image.listed.key: (image.listed, image.ref) for image in scanned if image.listed is not None}
     todo = [image for key, image in distinct.items() if key not in committed]
@@ -85,6 +87,7 @@ def make_plan(
     return Plan(
         split=split,
         folder=folder,
+        path=read.path,
         num_records=read.total,
         records=tuple(record for record in read.records if record.source not in left_out),
         images=[image.listed for image in scanned if image.listed is not None],

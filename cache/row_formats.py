@@ -109,8 +109,7 @@ def parse_row(row: object, data_format: DataFormat, where: str, stage_format: st
         draft = _stages(mapping, where, stage_format)
     else:
         draft = _conversation(mapping, data_format, where)
-    system = mapping.get("system")
-    if system is not None and system != "":
+    if (system := mapping.get("system")) not in (None, ""):
         if any(role == "system" for role, _ in draft):
             raise DataError("the row has both a field 'system' and a system turn", where=where, do="keep one of them")
         draft.insert(0, ("system", _content(system, "system", (), "field 'system'", where)))
@@ -157,9 +156,8 @@ def _format_stage(stage_format: str, name: str, target: str) -> str:
 
 
 def _conversation(row: Row, data_format: DataFormat, where: str) -> _Draft:
-    key = "conversations" if data_format == "qwen" else "messages"
-    if data_format == "sharegpt" and row.get("messages") is None and row.get("conversations") is not None:
-        key = "conversations"
+    named_so = data_format == "sharegpt" and row.get("messages") is None and row.get("conversations") is not None
+    key = "conversations" if data_format == "qwen" or named_so else "messages"
     draft: _Draft = []
     for index, value in enumerate(as_list(require(row, key, "the row", where), f"field {key!r}", where)):
         owner = f"{key}[{index}]"

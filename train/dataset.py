@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cache.bad_records import require_few
 from cache.config import DataConfig
-from cache.dataset import Rejection, read_split
+from cache.dataset import Rejection, read_split, require_few
 from cache.errors import DataError
 from cache.manifest import SplitImages
 from cache.preprocess import ImageProcessor
@@ -109,7 +108,7 @@ class SampleBuilder:
                     raise
                 rejected.append(Rejection(record.source, error.what))
         progress.finish()
-        require_few(rejected, read.total, self.data)
+        require_few(rejected, read.total, self.data, read.path)
         return Samples(samples, records, rejected)
 
     def _sample(self, record: Record, text: EncodedText, known: KnownImages) -> Sample:

@@ -14,12 +14,11 @@ from train.config import LoraConfig
 LANGUAGE_MODEL = "language_model"
 
 
-def add_lora(model: Any, config: LoraConfig, *, base_model: str, seed: int) -> Any:
+def add_lora(model: Any, config: LoraConfig, *, seed: int) -> Any:
     """Wrap a model in a PEFT model with fresh adapters.
 
     Args:
         model: a stock model, with or without its tower.
-        base_model: name or path that the adapter's config remembers.
         seed: of the adapters' initial weights; the same seed gives the same weights whatever ran before.
 
     Raises:
@@ -35,12 +34,9 @@ def add_lora(model: Any, config: LoraConfig, *, base_model: str, seed: int) -> A
         use_rslora=config.use_rslora,
         target_modules=target_pattern(model, config),
         task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=base_model,
     )
     torch.manual_seed(seed)
-    wrapped = get_peft_model(model, peft_config)
-    wrapped.peft_config["default"].base_model_name_or_path = base_model
-    return wrapped
+    return get_peft_model(model, peft_config)
 
 
 def target_pattern(model: Any, config: LoraConfig) -> str:

@@ -265,7 +265,7 @@ def _make_trainer(
 
     device = training_device(job.train)
     model = load_language_model(job.model, job.train, device)
-    model = add_lora(model, job.train.lora, base_model=job.model.name_or_path, seed=job.train.seed)
+    model = add_lora(model, job.train.lora, seed=job.train.seed)
     tower = None
     if not job.from_cache:
         tower = load_tower(job, device)

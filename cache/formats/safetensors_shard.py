@@ -41,8 +41,8 @@ class SafetensorsFormat(ShardFormat):
 
 class _Reader(ShardReader):
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
-        self._names = frozenset(self._file.keys())
+        file: Any = safe_open(path, framework="pt")
+        self._file, self._names = file, frozenset(file.keys())
 
     def keys(self) -> list[str]:
         return sorted(name.removesuffix("/image_embeds") for name in self._names if name.endswith("/image_embeds"))

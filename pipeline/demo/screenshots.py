@@ -18,9 +18,10 @@ COLOURS = {
     "black": (20, 20, 20),
 }
 WORDS = ("Save", "Open", "Send", "Help", "Edit", "Copy", "Undo", "Next")
+TITLES = ("Mail", "Settings", "Files", "Photos")
 SIDES = ("left", "right")
 # Multiples of 32, what one merged image token covers, so that nothing is resized.
-SIZES = ((128, 96),)
+SIZES = ((128, 96), (160, 96), (128, 128))
 STOPS = (12, 37, 62, 87)
 
 
@@ -69,9 +70,10 @@ def _draw(generator: random.Random) -> tuple[Image.Image, list[tuple[str, str]]]
     width, height = generator.choice(SIZES)
     picture = Image.new("RGB", (width, height), (generator.randint(150, 180),) * 3)
     pen = ImageDraw.Draw(picture)
-    pen.rectangle((0, 0, width, 12), fill=(90, 90, generator.randint(90, 120)))
-    pen.text((4, 6), generator.choice(WORDS), fill="white", anchor="lm", font=ImageFont.load_default(9))
-    questions = []
+    title = generator.choice(TITLES)
+    pen.rectangle((0, 0, width, 17), fill=(40, 40, generator.randint(60, 90)))
+    pen.text((4, 9), title, fill="white", anchor="lm", font=ImageFont.load_default(14))
+    questions = [("What does the title say?", title)]
     colours = generator.sample(sorted(COLOURS), 2)
     words = generator.sample(WORDS, 2)
     for side, colour, word, middle in zip(SIDES, colours, words, (width // 4, 3 * width // 4), strict=True):

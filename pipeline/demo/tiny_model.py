@@ -170,10 +170,10 @@ def _make_model(tokenizer: PreTrainedTokenizerBase, *, family: Family, tie_word_
 
 def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     # The class's own 0.02 leaves a tower of this width nearly silent: an adapter has nothing to learn from.
-    # Variance 1/fan_in keeps every layer's output at the scale of its input.
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    layers = model.config.text_config.num_hidden_layers
     for name, parameter in sorted(model.named_parameters()):
         with torch.no_grad():
             if name.endswith("bias"):
@@ -181,12 +181,18 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, _fan_in(name, parameter) ** -0.5, generator=generator)
+                parameter.normal_(0.0, _spread(name, parameter, layers), generator=generator)
 
 
-def _fan_in(name: str, weight: torch.Tensor) -> int:
+def _spread(name: str, weight: torch.Tensor, layers: int) -> float:
+    if name.endswith("pos_embed.weight"):
+        # As loud as the patches they are added to, or the features do not say where in the image something is.
+        return 1.0
     # Experts are stacked as (experts, out, in); every other weight sums over all its axes but the first.
-    return weight.shape[-1] if ".experts." in name else weight[0].numel()
+    fan_in = weight.shape[-1] if ".experts." in name else weight[0].numel()
+    # Random layers only blur what they are given: what each adds to the residual stream is kept small, as GPT-2 does.
+    adds = name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj"))
+    return float((fan_in * (2 * layers if adds else 1)) ** -0.5)
 
 
 def _write_processor_settings(folder: Path) -> None:

@@ -1,0 +1,81 @@
+"""Fixtures: tiny checkpoints in the real layout, and a configuration file as a user would write it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import yaml
+
+from pipeline.config import PipelineConfig, load_config
+from pipeline.demo.tiny_model import make_tiny_checkpoint
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Records and images in the formats that users have."""
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint with untied embeddings."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with tied embeddings."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("moe"), family="moe", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def write_config(tmp_path: Path, tiny: Path) -> Callable[..., Path]:
+    """Writes my.yaml: the given splits, small images, fp32, no worker processes; sections can be added."""
+
+    def write(splits: dict[str, Any], **sections: Any) -> Path:
+        content: dict[str, Any] = {
+            "model": str(tiny),
+            "data": {"splits": splits},
+            "output_dir": str(tmp_path / "run"),
+            "cache": {"max_pixels": 128 * 128, "dtype": "float32", "num_workers": 0},
+            "train": {
+                "precision": "fp32",
+                "dataloader_num_workers": 0,
+                "effective_batch_size": 4,
+                "report_to": ["none"],
+                "lora": {"r": 4},
+            },
+            "eval": {"max_new_tokens": 6},
+        }
+        for name, section in sections.items():
+            content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        file = tmp_path / "my.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def make_config(write_config: Callable[..., Path]) -> Callable[..., PipelineConfig]:
+    """As write_config, but loaded."""
+
+    def make(splits: dict[str, Any], **sections: Any) -> PipelineConfig:
+        return load_config(write_config(splits, **sections))
+
+    return make

@@ -1,0 +1,140 @@
+"""A pack against its samples one by one, and samples of a pack against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.build import CacheBuilder
+from cache.progress import Silent
+from pipeline.config import PipelineConfig
+from train.features import features_on
+from train.lora import add_lora
+from train.loss import pack_logits, pack_loss
+from train.model import load_language_model
+from train.pack import Pack, build_pack, split_into_packs
+from train.run import Inputs
+from train.sample import Sample
+
+from .conftest import job_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def setup(data_dir: Path, make_config: Callable[..., PipelineConfig]) -> tuple[Any, Inputs, list[Sample]]:
+    """A model with a live adapter, and samples: several images, one twice, none, many turns, system turns."""
+    config = make_config({"train": str(data_dir / "sharegpt.json")})
+    CacheBuilder(config.model, config.data, config.cache, config.cache_dir).run("train", Silent())
+    inputs = Inputs.open(job_of(config))
+    samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent()).samples
+    model = add_lora(load_language_model(config.model, config.train, CPU), config.train.lora, seed=1)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(5))
+    return model.train(), inputs, samples
+
+
+def _pack(samples: list[Sample], inputs: Inputs) -> tuple[Pack, list[Any]]:
+    distinct = {image.key: image for sample in samples for image in sample.images}
+    places = {key: place for place, key in enumerate(distinct)}
+    pack = build_pack(samples, places, image_token_id=inputs.image_token_id, merge_size=inputs.processor.merge_size)
+    return pack, features_on(CPU, [inputs.source.load(image) for image in distinct.values()], None)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_pack_equals_one_by_one(setup: tuple[Any, Inputs, list[Sample]]) -> None:
+    model, inputs, samples = setup
+    pack, features = _pack(samples, inputs)
+    assert not pack.is_causal
+    loss = pack_loss(model, pack, features)
+    loss.backward()
+    together = _gradients(model)
+    alone = torch.zeros(())
+    for sample in samples:
+        single, its_features = _pack([sample], inputs)
+        assert single.is_causal
+        part = pack_loss(model, single, its_features)
+        part.backward()
+        alone += part.detach()
+    torch.testing.assert_close(loss.detach(), alone, rtol=2e-6, atol=0)
+    for name, gradient in _gradients(model).items():
+        scale = gradient.abs().max()
+        assert (together[name] - gradient).abs().max() <= 2e-5 * scale, name
+
+
+def test_changing_one_sample_changes_no_other(setup: tuple[Any, Inputs, list[Sample]]) -> None:
+    model, inputs, samples = setup
+    model.eval()
+    pack, features = _pack(samples, inputs)
+    everywhere = replace(pack, target_positions=torch.arange(pack.input_ids.shape[1]))
+    with torch.no_grad():
+        before = pack_logits(model, everywhere, features)
+    ends = torch.unique(pack.visible_until).tolist()
+    for number in (0, 2, len(samples) - 1):
+        start, stop = ([0, *ends])[number], ends[number]
+        text = (pack.input_ids[0, start:stop] != inputs.image_token_id).nonzero()[:, 0] + start
+        changed = pack.input_ids.clone()
+        changed[0, text] = (changed[0, text] + 7) % 1000
+        with torch.no_grad():
+            after = pack_logits(model, replace(everywhere, input_ids=changed), features)
+        same = (before == after).all(dim=1)
+        assert not same[start:stop].any()
+        assert same[:start].all()
+        assert same[stop:].all()
+
+
+def test_features_reach_their_own_sample_only(setup: tuple[Any, Inputs, list[Sample]]) -> None:
+    model, inputs, samples = setup
+    model.eval()
+    pack, features = _pack(samples, inputs)
+    everywhere = replace(pack, target_positions=torch.arange(pack.input_ids.shape[1]))
+    with torch.no_grad():
+        before = pack_logits(model, everywhere, features)
+        other = replace(features[0], image_embeds=features[0].image_embeds.flip(0))
+        after = pack_logits(model, everywhere, [other, *features[1:]])
+    end = int(pack.visible_until[0])
+    assert not torch.equal(before[:end], after[:end])
+    assert torch.equal(before[end:], after[end:])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    budget=st.integers(1, 120),
+)
+@settings(max_examples=200, deadline=None)
+def test_cutting_keeps_order_and_budget(lengths: list[int], budget: int) -> None:
+    runs = split_into_packs(lengths, budget)
+    assert [index for run in runs for index in run] == list(range(len(lengths)))
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        total = sum(lengths[index] for index in run)
+        assert total <= budget or len(run) == 1
+        if following is not None:
+            assert total + lengths[following[0]] > budget
+
+
+def test_positions_are_the_stock_models(setup: tuple[Any, Inputs, list[Sample]], tiny: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    _, inputs, samples = setup
+    stock = AutoModelForImageTextToText.from_pretrained(tiny).model
+    for sample in samples:
+        pack, _ = _pack([sample], inputs)
+        grids = torch.tensor([image.grid for image in sample.images]).reshape(-1, 3)
+        kinds = (pack.input_ids == inputs.image_token_id).int()
+        expected, _ = stock.get_rope_index(pack.input_ids, kinds, image_grid_thw=grids if len(grids) else None)
+        assert torch.equal(pack.position_ids[1:], expected)
+        assert np.array_equal(pack.position_ids[0, 0].numpy(), np.arange(pack.input_ids.shape[1]))
