@@ -55,6 +55,21 @@ class Summary:
         """Rate of this run."""
         return self.encoded_images / self.seconds if self.seconds > 0 else 0.0
 
+    def figures(self) -> dict[str, str | int | float]:
+        """Everything but the rejected records, for a JSON file."""
+        return {
+            "split": self.split,
+            "cache": str(self.folder),
+            "num_records": self.num_records,
+            "num_rejected": len(self.rejected),
+            "distinct_images": self.distinct_images,
+            "image_tokens": self.image_tokens,
+            "encoded_images": self.encoded_images,
+            "written_bytes": self.written_bytes,
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(self.images_per_second, 3),
+        }
+
 
 class CacheBuilder:
     """Caches the images of splits for one model and one setting.
@@ -118,13 +133,10 @@ class CacheBuilder:
         if plan.todo_bytes > free:
             raise disk_full(self.folder, f"{plan.todo_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
         save_manifest(self.folder, self.manifest)
-        writer = CacheWriter(self.folder, FORMATS[self._cache.format], shard_size=self._cache.shard_size)
         started = time.perf_counter()
-        try:
+        # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
+        with CacheWriter(self.folder, FORMATS[self._cache.format], shard_size=self._cache.shard_size) as writer:
             broken = self._encode(plan, writer, progress, should_stop) if plan.todo else {}
-        finally:
-            # Neither an interruption nor a bad image may cost what was computed before it.
-            writer.commit()
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
         rejected = [*plan.rejected, *late]
@@ -146,16 +158,17 @@ class CacheBuilder:
         self, plan: Plan, writer: CacheWriter, progress: Progress, should_stop: ShouldStop
     ) -> dict[str, DataError]:
         """Encode and write what is to do; returns the images that could not be decoded, by path."""
-        tower = VisionTower.load(self._model, self._cache, weights=self._weights)
+        tower: VisionTower | None = None  # loaded for the first image that can be decoded
         broken: dict[str, DataError] = {}
         progress.start("encoding images", len(plan.todo), "image")
-        for pixels in load_pixels([ref for _, ref in plan.todo], self.processor, self._cache):
+        for pixels in load_pixels([(image.key, ref) for image, ref in plan.todo], self.processor, self._cache):
             image, _ = plan.todo[pixels.index]
             if pixels.error is not None:
                 paths = {other.path: pixels.error for other in plan.images if other.key == image.key}
                 reject_images(plan.records, paths, self._data)
                 broken |= paths
             else:
+                tower = tower or VisionTower.load(self._model, self._cache, weights=self._weights)
                 # One image at a time: what else is in a batch changes the last bits of an image's features.
                 (features,) = tower.encode([pixels.pixel_values], [pixels.image_grid_thw])
                 writer.add(image.key, _to_cpu(features))

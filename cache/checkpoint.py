@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from cache.config import ModelConfig
 from cache.errors import ConfigError
@@ -47,15 +47,25 @@ class VisionWeights:
             raise ConfigError(
                 "the checkpoint has no vision tower (no tensor begins with model.visual.)", where=model.name_or_path
             )
-        return cls({name: (fetch_file(model, file), key) for name, (file, key) in sorted(found.items())})
+        # Each file once: on the hub every look costs a request.
+        paths = {file: fetch_file(model, file) for file in sorted({file for file, _ in found.values()})}
+        return cls({name: (paths[file], key) for name, (file, key) in sorted(found.items())})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of each tensor in the order of names; one is in memory at a time."""
+        """Name and value of each tensor in the order of names; one is in memory at a time.
+
+        Raises:
+            ConfigError: a file is damaged or lacks a tensor that the index promises.
+        """
         by_file: dict[Path, Any] = {}
         for name, (path, key) in self.files.items():
-            if path not in by_file:
-                by_file[path] = safe_open(path, framework="pt")
-            yield name, by_file[path].get_tensor(key)
+            try:
+                if path not in by_file:
+                    by_file[path] = safe_open(path, framework="pt")
+                tensor = by_file[path].get_tensor(key)
+            except (SafetensorError, OSError) as error:
+                raise _damaged(path, error) from error
+            yield name, tensor
 
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes and bytes, in hex. Reads the tensors but builds nothing."""
@@ -110,11 +120,12 @@ def _weight_map(model: ModelConfig) -> list[tuple[str, str]]:
     if index is not None:
         try:
             weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            files = set(weights.values())
+            outside = sorted(file for file in files if Path(file).name != file)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"is not a weight index: {error}", where=str(index)) from error
-        for file in set(weights.values()):
-            if Path(file).name != file:
-                raise ConfigError(f"names a file outside its folder: {file}", where=str(index))
+        if outside:
+            raise ConfigError(f"names a file outside its folder: {outside[0]}", where=str(index))
         return list(weights.items())
     single = fetch_optional(model, SINGLE_FILE)
     if single is None:
@@ -123,8 +134,11 @@ def _weight_map(model: ModelConfig) -> list[tuple[str, str]]:
             where=model.name_or_path,
             do="only safetensors weights are read; pickled .bin files never are",
         )
-    with safe_open(single, framework="pt") as file:
-        return [(name, SINGLE_FILE) for name in file.keys()]  # noqa: SIM118  (safe_open is not a mapping)
+    try:
+        with safe_open(single, framework="pt") as file:
+            return [(name, SINGLE_FILE) for name in file.keys()]  # noqa: SIM118  (safe_open is not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(single, error) from error
 
 
 def fetch_optional(model: ModelConfig, name: str) -> Path | None:
@@ -143,6 +157,12 @@ def fetch_optional(model: ModelConfig, name: str) -> Path | None:
             f"is neither a folder nor a reachable hub model: {_first_line(error)}", where=model.name_or_path
         ) from error
     return Path(found) if found is not None else None
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the weights cannot be read: {_first_line(error)}", where=str(path), do="copy or download the file again"
+    )
 
 
 def _first_line(error: Exception) -> str:

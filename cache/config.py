@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DataFormat = Literal["flat", "qwen", "sharegpt", "messages", "stages"]
+# os.path.expanduser leaves the home of an unknown user as it stands; Path.expanduser raises.
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]  # noqa: PTH111
 
 
 class Section(BaseModel):
     """Base of every part of the configuration: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -30,6 +35,11 @@ class ModelConfig(Section):
     def _from_string(cls, value: Any) -> Any:
         return {"name_or_path": value} if isinstance(value, str) else value
 
+    @field_validator("name_or_path")
+    @classmethod
+    def _home(cls, value: str) -> str:
+        return os.path.expanduser(value)  # noqa: PTH111
+
 
 class SplitConfig(Section):
     """Where one split lies. A plain string stands for `path`."""
@@ -38,7 +48,7 @@ class SplitConfig(Section):
     """A `.jsonl`, `.json` or `.parquet` file, a folder of Parquet files, or a hub dataset id."""
     hub_split: str | None = None
     """Which split to take of a hub dataset; the split's own name when left out."""
-    image_root: Path | None = None
+    image_root: UserPath | None = None
     """Overrides `data.image_root` for this split."""
 
     @model_validator(mode="before")
@@ -52,7 +62,7 @@ class DataConfig(Section):
 
     splits: dict[str, SplitConfig]
     """Name of each split and where it lies, e.g. `{train: train.jsonl, val: val.jsonl}`."""
-    image_root: Path | None = None
+    image_root: UserPath | None = None
     """Image paths are relative to this folder and must not leave it. Default: the folder of the split's file."""
     format: DataFormat | Literal["auto"] = "auto"
     """How a row is read. `auto` looks at the keys of the rows; all rows of a split have one format."""
@@ -87,7 +97,7 @@ class DataConfig(Section):
 class CacheConfig(Section):
     """The feature cache."""
 
-    dir: Path | None = None
+    dir: UserPath | None = None
     """Folder of the cache; experiments that share it share the features. Default: `<output_dir>/features`."""
     format: Literal["safetensors"] = "safetensors"
     """Format of the shards."""

@@ -47,6 +47,12 @@ class Manifest(_Document):
         return width * self.hidden_size * (1 + self.num_deepstack_levels)
 
 
+class _Versioned(_Document):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    format_version: int
+
+
 class IndexEntry(_Document):
     """One image of a shard."""
 
@@ -84,20 +90,26 @@ class SplitImages(_Document):
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest where there is none; where there is one it must be for the same fingerprint."""
+    """Write the manifest where there is none; where there is one it must be for the same fingerprint and format.
+
+    Raises:
+        CacheError: it is for another one; says what differs.
+        ResourceError: the disk is full.
+    """
     target = folder / MANIFEST_FILE
+    for part in (SHARDS, SPLITS):
+        (folder / part).mkdir(parents=True, exist_ok=True)
     if target.exists():
         there = load_manifest(folder)
-        if there.fingerprint != manifest.fingerprint or there.format != manifest.format:
+        have, want = ({**m.fingerprint, "format": m.format} for m in (there, manifest))
+        differences = Fingerprint(have).differences(Fingerprint(want))
+        if differences:
             raise CacheError(
-                "holds features made otherwise: "
-                + "; ".join(Fingerprint(there.fingerprint).differences(Fingerprint(manifest.fingerprint))),
+                "holds features made otherwise: " + "; ".join(differences),
                 where=str(target),
                 do="give another cache.dir",
             )
         return
-    for part in (SHARDS, SPLITS):
-        (folder / part).mkdir(parents=True, exist_ok=True)
     write_text(target, manifest.model_dump_json(indent=1))
 
 
@@ -107,25 +119,51 @@ def load_manifest(folder: Path) -> Manifest:
     Raises:
         CacheError: it is missing, damaged, or of another format version.
     """
-    manifest = _load(folder / MANIFEST_FILE, Manifest)
-    if manifest.format_version != FORMAT_VERSION:
+    # The version is looked at first: another version's manifest may have other fields.
+    version = _load(folder / MANIFEST_FILE, _Versioned).format_version
+    if version != FORMAT_VERSION:
         raise CacheError(
-            f"has format version {manifest.format_version}; this program reads version {FORMAT_VERSION}",
+            f"has format version {version}; this program reads version {FORMAT_VERSION}",
             where=str(folder / MANIFEST_FILE),
             do="run `pipeline cache` again into another cache.dir, or use the program version that made it",
         )
-    return manifest
+    return _load(folder / MANIFEST_FILE, Manifest)
 
 
 def save_shard_index(folder: Path, index: ShardIndex) -> None:
     """Commit a shard: from now on its entries count."""
-    stem = index.shard.rsplit(".", 1)[0]
-    write_text(folder / SHARDS / f"{stem}.json", index.model_dump_json())
+    write_text(index_file(folder, index.shard), index.model_dump_json())
 
 
 def load_shard_indexes(folder: Path) -> list[ShardIndex]:
-    """The indexes of all committed shards, in the order of their names."""
-    return [_load(path, ShardIndex) for path in sorted((folder / SHARDS).glob("*.json"))]
+    """The indexes of all committed shards, in the order of their names. Looks at the shards' sizes, opens none.
+
+    Raises:
+        CacheError: an index is damaged, or its shard is missing or has another size.
+    """
+    indexes = [_load(path, ShardIndex) for path in sorted((folder / SHARDS).glob("*.json"))]
+    for index in indexes:
+        shard = folder / SHARDS / index.shard
+        size = shard.stat().st_size if shard.is_file() else None
+        if size != index.num_bytes:
+            found = "it is missing" if size is None else f"it has {size} bytes instead of {index.num_bytes}"
+            raise damaged_shard(shard, f"the shard cannot be used: {found}")
+    return indexes
+
+
+def damaged_shard(shard: Path, what: str) -> CacheError:
+    """The error for a shard that cannot be read, with the way to make its entries anew."""
+    return CacheError(
+        what,
+        where=str(shard),
+        do=f"remove {shard} and {shard.with_suffix('.json').name} beside it, then run `pipeline cache` again: "
+        "only the images of this shard are encoded anew",
+    )
+
+
+def index_file(folder: Path, shard: str) -> Path:
+    """Where the index of a shard lies."""
+    return folder / SHARDS / f"{shard.rsplit('.', 1)[0]}.json"
 
 
 def split_file(folder: Path, split: str) -> Path:
@@ -134,7 +172,9 @@ def split_file(folder: Path, split: str) -> Path:
 
 
 def save_split(folder: Path, images: SplitImages) -> None:
-    """Write the image list of a split."""
+    """Write the image list of a split, unless it is there already."""
+    if load_split(folder, images.split) == images:
+        return
     write_text(split_file(folder, images.split), images.model_dump_json())
 
 
@@ -151,12 +191,17 @@ def _load(path: Path, kind: type[_D]) -> _D:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise CacheError(f"is {size} bytes, more than any file of this kind", where=str(path))
+            raise _damaged(path, f"it has {size} bytes, more than any file of this kind")
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise CacheError("is missing", where=str(path), do="run `pipeline cache` for this configuration") from None
-    except (OSError, ValidationError) as error:
-        first = str(error).split("\n", 1)[0]
-        raise CacheError(
-            f"is damaged: {first}", where=str(path), do="remove this file and run `pipeline cache` again"
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise _damaged(path, f"{field}: {first['msg']}" if field else first["msg"]) from error
+    except OSError as error:
+        raise CacheError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def _damaged(path: Path, what: str) -> CacheError:
+    return CacheError(f"is damaged: {what}", where=str(path), do="remove this file and run `pipeline cache` again")

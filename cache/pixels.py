@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cache.config import CacheConfig
 from cache.errors import DataError
+from cache.keys import image_key
 from cache.preprocess import ImageProcessor, decode
 from cache.records import ImageRef
 
@@ -22,7 +23,7 @@ class Pixels:
         index: which of the images.
         pixel_values: (P, C * T * patch * patch) float32.
         image_grid_thw: (3,) int64.
-        error: set when the image is damaged; then the tensors are empty.
+        error: set when the image cannot be used; then the tensors are empty.
     """
 
     index: int
@@ -36,28 +37,45 @@ class Pixels:
 
 
 class _PixelDataset(Dataset[Pixels]):
-    def __init__(self, refs: Sequence[ImageRef], processor: ImageProcessor, max_image_pixels: int) -> None:
-        self._refs, self._processor, self._limit = refs, processor, max_image_pixels
+    def __init__(
+        self, images: Sequence[tuple[str, ImageRef]], processor: ImageProcessor, max_image_pixels: int
+    ) -> None:
+        self._images, self._processor, self._limit = images, processor, max_image_pixels
 
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self._images)
 
     def __getitem__(self, index: int) -> Pixels:
-        ref = self._refs[index]
+        key, ref = self._images[index]
         try:
-            image = decode(ref.read(), where=ref.path, max_image_pixels=self._limit)
+            data = ref.read()
+            # The entry is looked up by its content: features of other bytes under this key would be silently wrong.
+            if image_key(data) != key:
+                raise DataError(
+                    "the image is not the one that was hashed before: it was overwritten meanwhile, or changed without "
+                    "a change of size and modification time",
+                    where=ref.path,
+                    do="touch the file, so that it is hashed again, and run the same command again",
+                )
+            image = decode(data, where=ref.path, max_image_pixels=self._limit)
             return Pixels(index, *self._processor(image, where=ref.path))
         except DataError as error:
             # Handed over as a value: raised in a worker it would end the whole loader.
             return Pixels(index, torch.empty(0), torch.empty(0), error)
 
 
-def load_pixels(refs: Sequence[ImageRef], processor: ImageProcessor, cache: CacheConfig) -> Iterator[Pixels]:
-    """Every image in order, prepared by `cache.num_workers` processes."""
+def load_pixels(
+    images: Sequence[tuple[str, ImageRef]], processor: ImageProcessor, cache: CacheConfig
+) -> Iterator[Pixels]:
+    """Every image in order, prepared by `cache.num_workers` processes.
+
+    Args:
+        images: key and place of each; bytes that do not have that key are an error.
+    """
     loader = DataLoader(
-        _PixelDataset(refs, processor, cache.max_image_pixels),
+        _PixelDataset(images, processor, cache.max_image_pixels),
         batch_size=None,
-        num_workers=min(cache.num_workers, len(refs)),
+        num_workers=min(cache.num_workers, len(images)),
         pin_memory=torch.cuda.is_available(),
     )
     yield from loader

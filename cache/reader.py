@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cache.errors import CacheError
 from cache.features import VisionFeatures
 from cache.fingerprint import Fingerprint
@@ -19,6 +21,7 @@ from cache.manifest import (
     Grid,
     Manifest,
     SplitImages,
+    damaged_shard,
     load_manifest,
     load_shard_indexes,
     load_split,
@@ -58,7 +61,7 @@ class FeatureCache:
             for index in load_shard_indexes(folder)
             for entry in index.entries
         }
-        self._paths: dict[str, str] | None = None
+        self._paths: dict[str, set[str]] | None = None
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
 
     @classmethod
@@ -73,8 +76,10 @@ class FeatureCache:
         if (root / MANIFEST_FILE).is_file():
             found = [root]
         if len(found) != 1:
-            listing = ", ".join(str(f) for f in found) or "none"
-            raise CacheError(f"expected one cache here; found: {listing}", where=str(root), do="name one of them")
+            if not found:
+                raise _no_cache(root)
+            listing = ", ".join(str(f) for f in found)
+            raise CacheError(f"there are {len(found)} caches here: {listing}", where=str(root), do="name one of them")
         return cls(found[0], verify_checksums=verify_checksums)
 
     def __len__(self) -> int:
@@ -88,10 +93,18 @@ class FeatureCache:
 
         Raises:
             KeyError: it is neither.
-            CacheError: the entry is damaged.
+            CacheError: the entry is damaged, or splits give this path to different images.
         """
-        key = path_or_key if path_or_key in self._locations else self._path_map()[path_or_key]
-        return self.read(key)
+        if path_or_key in self._locations:
+            return self.read(path_or_key)
+        keys = self._path_map()[path_or_key]
+        if len(keys) > 1:
+            raise CacheError(
+                f"the path {path_or_key} belongs to {len(keys)} different images, of different splits",
+                where=str(self.folder),
+                do="look the image up by its key; `split(NAME).images` lists path and key",
+            )
+        return self.read(next(iter(keys)))
 
     def grid(self, key: str) -> Grid:
         """(t, h, w) of an entry, from the index alone."""
@@ -131,8 +144,12 @@ class FeatureCache:
         location = self._locations[key]
         try:
             features = self._shard(location.shard).read(key)
-        except (KeyError, ValueError, OSError) as error:
+        except KeyError as error:
+            raise self._damaged(location, key, "it is not in the shard") from error
+        except (ValueError, OSError) as error:
             raise self._damaged(location, key, str(error)) from error
+        if not self._fits(features, location):
+            raise self._damaged(location, key, "its shape or dtype is not the one that manifest and index state")
         if self._verify and checksum(features) != location.checksum:
             raise self._damaged(location, key, "its bytes do not match the checksum")
         return features
@@ -147,19 +164,26 @@ class FeatureCache:
             self._open.move_to_end(name)
         return reader
 
-    def _damaged(self, location: Location, key: str, reason: str) -> CacheError:
-        shard = self.folder / SHARDS / location.shard
-        return CacheError(
-            f"entry {key[:12]}... cannot be read: {reason}",
-            where=str(shard),
-            do=f"remove {shard} and {shard.with_suffix('.json').name} beside it, then run `pipeline cache` again: "
-            "only the images of this shard are encoded anew",
+    def _fits(self, features: VisionFeatures, location: Location) -> bool:
+        levels, _, width = features.deepstack_features.shape
+        return (
+            features.image_embeds.dtype == getattr(torch, self.manifest.dtype)
+            and (levels, width) == (self.manifest.num_deepstack_levels, self.manifest.hidden_size)
+            and tuple(features.image_grid_thw.tolist()) == location.image_grid_thw
         )
 
-    def _path_map(self) -> dict[str, str]:
+    def _damaged(self, location: Location, key: str, reason: str) -> CacheError:
+        return damaged_shard(self.folder / SHARDS / location.shard, f"entry {key[:12]}... cannot be read: {reason}")
+
+    def _path_map(self) -> dict[str, set[str]]:
+        """Path -> keys of the entries; more than one where splits have different image roots."""
         if self._paths is None:
-            lists = [load_split(self.folder, f.stem) for f in sorted((self.folder / SPLITS).glob("*.json"))]
-            self._paths = {image.path: image.key for images in lists if images for image in images.images}
+            self._paths = {}
+            for file in sorted((self.folder / SPLITS).glob("*.json")):
+                listed = load_split(self.folder, file.stem)
+                for image in listed.images if listed else []:
+                    if image.key in self._locations:
+                        self._paths.setdefault(image.path, set()).add(image.key)
         return self._paths
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,9 +206,15 @@ def find_cache(root: Path, wanted: Fingerprint, *, any_backend: bool, verify_che
     """
     ignore = BACKEND_FIELDS if any_backend else frozenset()
     others: list[tuple[list[str], Path]] = []
+    unreadable: list[CacheError] = []
     matching = []
     for folder in fingerprint_folders(root):
-        differences = Fingerprint(load_manifest(folder).fingerprint).differences(wanted, ignore=ignore)
+        try:
+            manifest = load_manifest(folder)
+        except CacheError as error:  # of another format version, or damaged: no matter if another one fits
+            unreadable.append(error)
+            continue
+        differences = Fingerprint(manifest.fingerprint).differences(wanted, ignore=ignore)
         if differences:
             others.append((differences, folder))
         else:
@@ -198,7 +228,7 @@ def find_cache(root: Path, wanted: Fingerprint, *, any_backend: bool, verify_che
             do="choose one with cache.image_processor_backend",
         )
     if not others:
-        raise CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split train` first")
+        raise unreadable[0] if unreadable else _no_cache(root)
     differences, folder = min(others, key=lambda other: len(other[0]))
     raise CacheError(
         f"no cache here was made by this model and these settings; the nearest, {folder.name}, differs in\n    "
@@ -206,3 +236,7 @@ def find_cache(root: Path, wanted: Fingerprint, *, any_backend: bool, verify_che
         where=str(root),
         do="change the setting back, or run `pipeline cache` for the new one (nothing is overwritten)",
     )
+
+
+def _no_cache(root: Path) -> CacheError:
+    return CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split train` first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class ImageScanner:
 
     def _scan_one(self, ref: ImageRef, known: SplitImage | None) -> ScannedImage:
         try:
-            stat = ref.file.stat() if ref.file is not None and ref.file.is_file() else None
+            stat = _stat(ref)
             if known and stat and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
                 return ScannedImage(ref, known, None)
             data = ref.read()
@@ -71,3 +72,11 @@ class ImageScanner:
             if error.where != ref.path:
                 error = DataError(error.what, where=ref.path, do=error.do)
             return ScannedImage(ref, None, error)
+
+
+def _stat(ref: ImageRef) -> os.stat_result | None:
+    """Size and modification time; None when there is no file to ask, and reading it will say why."""
+    try:
+        return ref.file.stat() if ref.file is not None else None
+    except OSError:
+        return None

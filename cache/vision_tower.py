@@ -11,6 +11,8 @@ from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, ResourceError
 from cache.features import VisionFeatures
 
+_DEVICES = "use auto, cpu, cuda or cuda:N"
+
 
 class VisionTower:
     """The frozen vision tower of a checkpoint.
@@ -30,21 +32,13 @@ class VisionTower:
         """Build the stock vision model and fill it from the checkpoint, tensor by tensor.
 
         Raises:
-            ConfigError: tensors are missing or have other shapes than the config says.
+            ConfigError: tensors are missing or have other shapes than the config says; the device or the attention
+                implementation is not there.
         """
-        from transformers import AutoModel
-        from transformers.initialization import no_init_weights
-
-        config = load_hf_config(model)
-        with no_init_weights():
-            module = AutoModel.from_config(
-                config.vision_config,
-                dtype=getattr(torch, cache.dtype),
-                attn_implementation=cache.attn_implementation,
-                trust_remote_code=False,
-            )
+        device = resolve_device(cache.device)
+        module = _build(model, cache)
         _fill(module, weights or VisionWeights.find(model), model)
-        return cls(module.to(resolve_device(cache.device)))
+        return cls(module.to(device))
 
     @torch.no_grad()
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
@@ -78,6 +72,29 @@ class VisionTower:
         ]
 
 
+def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:
+    """The stock vision model with whatever its memory holds for weights."""
+    from transformers import AutoModel
+    from transformers.initialization import no_init_weights
+
+    config = load_hf_config(model)
+    try:
+        with no_init_weights():
+            module: torch.nn.Module = AutoModel.from_config(
+                config.vision_config,
+                dtype=getattr(torch, cache.dtype),
+                attn_implementation=cache.attn_implementation,
+                trust_remote_code=False,
+            )
+    except ImportError as error:
+        raise ConfigError(
+            str(error).strip().split("\n", 1)[0],
+            where=f"cache.attn_implementation: {cache.attn_implementation}",
+            do="install what it needs, or use sdpa",
+        ) from error
+    return module
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto` is cuda where there is one, else cpu.
 
@@ -89,7 +106,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one that torch knows", do="use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"device {name!r} is not one that torch knows", do=_DEVICES) from error
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {name!r} is not one that the vision tower runs on", do=_DEVICES)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not there; {torch.cuda.device_count()} GPUs are visible", do="use auto")
     return device
@@ -106,6 +125,10 @@ def _fill(module: torch.nn.Module, weights: VisionWeights, model: ModelConfig) -
         )
     with torch.no_grad():
         for name, tensor in weights.tensors():
-            if name not in targets or targets[name].shape != tensor.shape:
-                raise ConfigError(f"tower tensor {name} {tuple(tensor.shape)} does not fit", where=model.name_or_path)
+            wanted = tuple(targets[name].shape) if name in targets else "no such tensor"
+            if wanted != tuple(tensor.shape):
+                raise ConfigError(
+                    f"tower tensor {name} is {tuple(tensor.shape)}; by the config it is {wanted}",
+                    where=model.name_or_path,
+                )
             targets[name].copy_(tensor)

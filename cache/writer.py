@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from types import TracebackType
 
 from cache.atomic import write_atomically
+from cache.errors import PipelineError, StoppedError
 from cache.features import VisionFeatures
 from cache.formats import Entry, ShardFormat
 from cache.formats.base import checksum
-from cache.manifest import SHARDS, IndexEntry, ShardIndex, save_shard_index
+from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
 
 
 class CacheWriter:
     """Writes shards of about `shard_size` bytes into one fingerprint's folder.
 
     A shard counts once its index is there, and the index is written last. Names carry a random part, so writers that
-    know nothing of each other never meet.
+    know nothing of each other never meet. Leaving the `with` block commits what is held, whatever ended the block.
     """
 
     def __init__(self, folder: Path, shard_format: ShardFormat, *, shard_size: int) -> None:
@@ -25,6 +27,20 @@ class CacheWriter:
         self._held_bytes = 0
         self.committed_bytes = 0
         self.committed_images = 0
+
+    def __enter__(self) -> CacheWriter:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            self.commit()
+        except (PipelineError, OSError) as failure:
+            # A request to stop promises that everything is kept; any other error is the one to hear about first.
+            if error is None or isinstance(error, StoppedError):
+                raise
+            error.add_note(f"What was held in memory could not be written either: {failure}")
 
     def add(self, key: str, features: VisionFeatures) -> None:
         """Take one entry, tensors on the CPU; commits a shard when enough is held."""
@@ -37,23 +53,28 @@ class CacheWriter:
         """Write what is held as one shard. Does nothing when nothing is held.
 
         Raises:
-            ResourceError: the disk is full; what was committed before is intact.
+            ResourceError: the disk is full; what was committed before is intact, what was held is given up.
         """
         if not self._entries:
             return
+        # Handed over before the attempt: a shard that could not be written is neither tried again nor held in memory.
+        entries, self._entries, self._held_bytes = self._entries, [], 0
         name = f"shard-{secrets.token_hex(8)}{self._format.suffix}"
         path = self._folder / SHARDS / name
-        entries = self._entries
         write_atomically(path, lambda temporary: self._format.write(temporary, entries))
         size = path.stat().st_size
         index = [
             IndexEntry(key=key, image_grid_thw=_grid(features), checksum=checksum(features))
             for key, features in entries
         ]
-        save_shard_index(self._folder, ShardIndex(shard=name, num_bytes=size, entries=index))
+        try:
+            save_shard_index(self._folder, ShardIndex(shard=name, num_bytes=size, entries=index))
+        except BaseException:
+            if not index_file(self._folder, name).exists():
+                path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
+            raise
         self.committed_bytes += size
         self.committed_images += len(entries)
-        self._entries, self._held_bytes = [], 0
 
 
 def _grid(features: VisionFeatures) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The verbs. Exit codes: 0 done, 1 a bug, 2 configuration, 3 data, 4 cache, 5 memory or disk, 128 + n signal n."""
+"""The verbs. How they end: pipeline.exit.EXIT_CODES."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from pipeline.exit import configure_logging, exit_code_of, stop_request
 
 if TYPE_CHECKING:
+    from cache.build import Summary
     from cache.dataset import Rejection
     from pipeline.config import PipelineConfig
     from train.run import Job
@@ -50,11 +51,13 @@ def cache(
 
     settings = _load(config, overrides)
     builder = CacheBuilder(settings.model, settings.data, settings.cache, settings.cache_dir)
-    if dry_run:
-        print(builder.plan(split, Bar()).describe())
-        return
-    summary = builder.run(split, Bar(), stop_request.install())
+    with Bar() as progress:
+        if dry_run:
+            print(builder.plan(split, progress).describe())
+            return
+        summary = builder.run(split, progress, stop_request.install())
     rejected = _write_rejected(settings, split, summary.rejected)
+    _write_summary(settings, summary)
     print(f"split {summary.split}: {summary.num_records} records, {summary.distinct_images} distinct images")
     print(f"  encoded now      {summary.encoded_images} images, {summary.images_per_second:.2f} images/s")
     print(f"  image tokens     {summary.image_tokens}")
@@ -80,13 +83,14 @@ def train(
 
     settings = _load(config, overrides)
     job = _job(settings, from_cache=from_cache)
-    if dry_run:
-        print(describe(job, Bar()))
-        return
-    if is_finished(job):
-        print(f"already finished: {job.output_dir / 'adapter'}")
-        return
-    adapter = run_training(job, Bar(), stop_request.install(), resolved_config=dump_config(settings))
+    with Bar() as progress:
+        if dry_run:
+            print(describe(job, progress))
+            return
+        if is_finished(job):
+            print(f"already finished: {job.output_dir / 'adapter'}")
+            return
+        adapter = run_training(job, progress, stop_request.install(), resolved_config=dump_config(settings))
     if adapter is not None:
         print(f"adapter saved in {adapter}")
 
@@ -108,7 +112,8 @@ def evaluate(
     settings = _load(config, overrides)
     job = _job(settings, from_cache=not live)
     where = None if base else adapter or settings.output_dir / "adapter"
-    result = run_evaluation(job, split, where, Bar())
+    with Bar() as progress:
+        result = run_evaluation(job, split, where, progress)
     folder = settings.output_dir / (f"eval-{split}-base" if base else f"eval-{split}")
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in result.predictions)
@@ -174,6 +179,16 @@ def merge(
     print(merge_adapter(settings.model, settings.train, adapter=where, output=output, push_to_hub=push_to_hub))
 
 
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo-output"),
+) -> None:
+    """The whole job on a tiny model and drawn screenshots; no GPU and no hub needed."""
+    from pipeline.demo.run import run_demo
+
+    run_demo(output)
+
+
 def main() -> None:
     """The console script."""
     configure_logging()
@@ -199,6 +214,16 @@ def _job(settings: PipelineConfig, *, from_cache: bool) -> Job:
         settings.output_dir,
         from_cache,
     )
+
+
+def _write_summary(settings: PipelineConfig, summary: Summary) -> None:
+    """Keep what was measured; a run that had nothing to encode measured nothing."""
+    from cache.atomic import write_text
+
+    target = settings.output_dir / f"cache-{summary.split}.json"
+    if summary.encoded_images or not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, json.dumps(summary.figures(), indent=1))
 
 
 def _write_rejected(settings: PipelineConfig, split: str, rejected: list[Rejection]) -> Path | None:

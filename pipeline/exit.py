@@ -1,7 +1,4 @@
-"""How a verb ends: exit codes, one message for a user's mistake, a traceback only for ours, signals.
-
-0 done, 1 a bug, 2 configuration, 3 data, 4 cache, 5 memory or disk, 128 + n ended by signal n.
-"""
+"""How a verb ends: exit codes, one message for a user's mistake, a traceback only for ours, signals."""
 
 from __future__ import annotations
 
@@ -11,14 +8,32 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-import click
+import typer
 
-from cache.errors import PipelineError, StoppedError
+from cache.errors import CacheError, ConfigError, DataError, PipelineError, ResourceError, StoppedError
 
 BUG = 1
+
+# Part of the command line's contract; docs/configuration.md is written from it.
+EXIT_CODES = {
+    "0": "done",
+    str(BUG): "a bug in the program; a traceback is shown",
+    str(ConfigError.exit_code): "configuration or command line: a setting, an option, a path, a model",
+    str(DataError.exit_code): "data: a record or an image that cannot be used",
+    str(CacheError.exit_code): "cache: missing, incomplete, damaged, or made by something else",
+    str(ResourceError.exit_code): "memory or disk ran out",
+    "128 + n": "ended by signal n (143: SIGTERM, 130: SIGINT, 138: SIGUSR1); the same command goes on from there",
+}
+
+# Recent versions of typer bring a click of their own, older ones import click: only its subclass is found in both.
+_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_USERS_FILES = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
+# Libraries that write through C++ or Rust report a full disk by their own exceptions, without an errno.
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class StopRequest:
@@ -56,37 +71,98 @@ stop_request = StopRequest()
 def exit_code_of(work: Callable[[], object]) -> int:
     """Run a verb; report its error, if any, on stderr and return the exit code."""
     try:
-        work()
-    except click.exceptions.Exit as end:
-        return end.exit_code
-    except click.ClickException as error:
-        error.show()
+        code = work()
+    except (typer.Exit, typer.Abort, _UsageError, KeyboardInterrupt, Exception) as error:
+        return _report(error)
+    # typer turns an interruption and `raise Exit` into a returned exit code; the verbs themselves return None.
+    if code == 128 + signal.SIGINT:
+        return _report(KeyboardInterrupt())
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, typer.Exit):
         return error.exit_code
-    except StoppedError as error:
-        _say(str(error))
-        return stop_request.exit_code
-    except PipelineError as error:
-        _say(f"error: {error}")
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    if isinstance(error, _UsageError):
+        error.show()  # type: ignore[attr-defined]
+        return ConfigError.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("stopped at once; what was committed is kept")
         return stop_request.exit_code
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            return _bug()
-        _say(
-            f"error: the disk (or your quota) is full: {error.filename or error}\n  What to do: free some space, then "
-            "run the same command again: it goes on where it was"
+    if isinstance(error, PipelineError) and not isinstance(error, StoppedError):
+        _say(f"error: {error}")
+        return error.exit_code
+    # A signal that reached the worker processes as well may have ended them before this one came to a safe point.
+    if isinstance(error, StoppedError) or (stop_request() and _lost_worker(error)):
+        _say(str(error) if isinstance(error, StoppedError) else "stopped; run the same command to go on")
+        return stop_request.exit_code
+    known = _as_pipeline_error(error)
+    if known is None:
+        traceback.print_exception(error)
+        _say("This is a bug in the program, not a mistake of yours. Please report it with the lines above.")
+        return BUG
+    _say(f"error: {known}")
+    return known.exit_code
+
+
+def _as_pipeline_error(error: BaseException) -> PipelineError | None:
+    """What a library's error means to the user; None when it can only be a bug."""
+    if _is_full_disk(error):
+        path = getattr(error, "filename", None)
+        return ResourceError(
+            "the disk (or your quota) is full",
+            where=str(path) if path else None,
+            do="free some space, then run the same command again: it goes on where it was",
         )
-        return 5
-    except MemoryError:
-        _say(
-            "error: the machine's memory does not suffice\n  What to do: lower cache.shard_size and the loader workers"
+    if _is_out_of_memory(error):
+        return ResourceError(
+            f"the memory does not suffice: {_first_line(error)}",
+            do="lower eval.batch_size (eval), train.tokens_per_pack (train) or cache.max_pixels (any verb)",
         )
-        return 5
-    except Exception:
-        return _bug()
-    return 0
+    if isinstance(error, MemoryError):
+        return ResourceError(
+            "the machine's memory does not suffice",
+            do="lower cache.shard_size, cache.num_workers and train.dataloader_num_workers",
+        )
+    if _lost_worker(error):
+        return ResourceError(
+            f"a worker process was ended from outside, most often because memory ran out: {_first_line(error)}",
+            do="lower cache.num_workers or train.dataloader_num_workers, or ask for more memory",
+        )
+    if isinstance(error, OSError) and (isinstance(error, _USERS_FILES) or error.errno == errno.EROFS):
+        return ConfigError(
+            error.strerror or str(error),
+            where=str(error.filename) if error.filename else None,
+            do="check output_dir, cache.dir and the permissions of their folders",
+        )
+    return None
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    return any(
+        (isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT})
+        or any(text in str(cause) for text in _DISK_FULL)
+        for cause in _chain(error)
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch is named by its text: importing it here would cost every --help seconds.
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
+def _lost_worker(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
 
 
 def configure_logging() -> None:
@@ -101,12 +177,6 @@ def configure_logging() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def _bug() -> int:
-    traceback.print_exc()
-    _say("This is a bug in the program, not a mistake of yours. Please report it with the lines above.")
-    return BUG
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -13,6 +14,13 @@ class Bar:
 
     def __init__(self) -> None:
         self._bar: Any = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        # A bar that is still drawn would stand on one line with the error's message.
+        self.finish()
 
     def start(self, what: str, total: int, unit: str) -> None:
         """See cache.progress.Progress."""

@@ -23,7 +23,11 @@ class ShardFormat(ABC):
 
     @abstractmethod
     def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        """Write all entries, tensors on the CPU, to a new file at `path`."""
+        """Write all entries, tensors on the CPU, to a new file at `path`.
+
+        Raises:
+            OSError: it cannot be written; `errno` says why (ENOSPC for a full disk).
+        """
 
     @abstractmethod
     def open(self, path: Path) -> ShardReader:

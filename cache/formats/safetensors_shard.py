@@ -6,10 +6,13 @@ Format: https://github.com/huggingface/safetensors. Names: `<key>/image_embeds`,
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -26,11 +29,10 @@ class SafetensorsFormat(ShardFormat):
     suffix = ".safetensors"
 
     def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        # A slice shares its storage with its neighbours, and save_file refuses that: contiguous copies only.
-        tensors = {
-            f"{key}/{field}": getattr(features, field).contiguous() for key, features in entries for field in FIELDS
-        }
-        save_file(tensors, path, metadata={"format": "pt"})
+        try:
+            save_file(_separate(entries), path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _as_os_error(error, path) from error
 
     def open(self, path: Path) -> ShardReader:
         try:
@@ -58,3 +60,23 @@ class _Reader(ShardReader):
 
     def close(self) -> None:
         del self._file
+
+
+def _separate(entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    """The tensors by name, as save_file takes them: contiguous, no two in one storage. Copies only where it must."""
+    tensors: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for key, features in entries:
+        for field in FIELDS:
+            tensor: torch.Tensor = getattr(features, field).contiguous()
+            if tensor.untyped_storage().data_ptr() in storages:
+                tensor = tensor.clone()
+            storages.add(tensor.untyped_storage().data_ptr())
+            tensors[f"{key}/{field}"] = tensor
+    return tensors
+
+
+def _as_os_error(error: SafetensorError, path: Path) -> OSError:
+    """The library tells the system's error number in its message only."""
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(str(error))

@@ -1,0 +1,377 @@
+"""The whole small job as a user types it: every verb, every dataset format, dry runs, wrong options, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from pipeline.cli import app
+from pipeline.config import load_config
+
+CONSOLE_SCRIPT = Path(sys.executable).with_name("pipeline")
+
+# A change here is a change of what users' scripts rely on: it belongs into the change log.
+VERBS = """\
+cache: --config -c --split --set -s --dry-run
+eval: --config -c --split --adapter --base --live --set -s
+merge: --config -c --output --adapter --push-to-hub --set -s
+predict: --prompt --image --config -c --model --adapter --base --system --set -s
+train: --config -c --from-cache --set -s --dry-run
+"""
+FORMATS = {
+    "flat": "train.jsonl",
+    "qwen": "qwen_finetune.json",
+    "sharegpt": "sharegpt.json",
+    "messages": "messages.jsonl",
+    "stages": "stages.jsonl",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache folder for all tests here: what one has encoded the next one finds."""
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where test_cache_train_eval leaves its run for the verbs that come after training."""
+    return tmp_path_factory.mktemp("finished")
+
+
+@pytest.fixture
+def sample_config(write_config: Callable[..., Path], data_dir: Path, shared_cache: Path) -> Callable[..., Path]:
+    """my.yaml over a file of the sample data as train, the flat one as val."""
+
+    def write(file: str = "train.jsonl", **sections: Any) -> Path:
+        splits = {"train": str(data_dir / file), "val": str(data_dir / "val.jsonl")}
+        cache = {"dir": str(shared_cache), **sections.pop("cache", {})}
+        return write_config(splits, cache=cache, **sections)
+
+    return write
+
+
+def test_the_verbs_and_their_options_are_those_that_scripts_rely_on() -> None:
+    command: Any = typer.main.get_command(app)
+    lines = []
+    for name in sorted(command.commands):
+        options = [option for parameter in command.commands[name].params for option in parameter.opts]
+        lines.append(f"{name}: {' '.join(option for option in options if option != '--help')}\n")
+
+    assert "".join(lines) == VERBS
+
+
+@pytest.mark.parametrize("line", VERBS.splitlines())
+def test_help_explains_every_option(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    verb, _, options = line.partition(":")
+
+    result = run(verb, "--help")
+
+    assert result.code == 0
+    assert [option for option in options.split() if option not in result.out] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["cache"], "Missing option '--config'"),
+        (["cache", "--config", "a.yaml"], "Missing option '--split'"),
+        (["train", "--config", "a.yaml", "--form-cache"], "No such option: --form-cache"),
+        (["train", "--config"], "requires an argument"),
+        (["train", "--config", "a.yaml", "extra"], "extra"),
+        (["predict", "--prompt", "x"], "predict needs either --config or --model"),
+        (["predict", "--prompt", "x", "--model", "m", "--config", "a.yaml"], "predict needs either"),
+        (["train", "--config", "missing.yaml"], "missing.yaml: there is no such config file"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(run: Callable[..., Any], arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+
+    assert result.code == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_without_a_verb_the_help_is_shown(run: Callable[..., Any]) -> None:
+    result = run()
+
+    assert result.code == 2
+    assert "cache: run the tower, store its output" in result.out + result.err
+
+
+def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., Path], finished_run: Path) -> None:
+    config = sample_config(output_dir=str(finished_run), train={"max_steps": 2, "report_to": ["tensorboard"]})
+
+    first = run("cache", "--config", config, "--split", "train")
+    assert (first.code, "split train: 37 records, 10 distinct images" in first.out) == (0, True), first.err
+    again = run("cache", "--config", config, "--split", "train")
+    assert (again.code, "encoded now      0 images" in again.out) == (0, True)
+    assert run("cache", "--config", config, "--split", "val").code == 0
+
+    trained = run("train", "--config", config, "--from-cache")
+    assert trained.code == 0, trained.err
+    assert trained.out == f"adapter saved in {finished_run / 'adapter'}\n"
+    assert load_config(finished_run / "config.yaml") == load_config(config)
+    steps = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+    names = {"loss", "learning_rate", "grad_norm", "samples_per_second", "image_tokens_per_second"}
+    assert names | {"data_wait_share", "peak_memory_gib", "seconds_left"} <= set(steps[0])
+    assert any("eval_loss" in step for step in steps)
+    finished = run("train", "--config", config, "--from-cache")
+    assert (finished.code, "already finished: " in finished.out) == (0, True)
+
+    evaluated = run("eval", "--config", config, "--set", "eval.limit=2")
+    assert evaluated.code == 0, evaluated.err
+    predictions = (finished_run / "eval-val" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(predictions) == 2
+    assert {"id", "question", "answer", "prediction", "exact_match"} <= set(json.loads(predictions[0]))
+    scores = json.loads((finished_run / "eval-val" / "metrics.json").read_text())
+    assert {"loss", "exact_match", "token_f1"} <= set(scores)
+
+
+@pytest.mark.parametrize("name", ["qwen", "sharegpt", "messages", "stages"])
+def test_every_dataset_format_goes_through_cache_and_train(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    config = sample_config(FORMATS[name], train={"max_steps": 2, "eval_split": None})
+
+    cached = run("cache", "--config", config, "--split", "train")
+    trained = run("train", "--config", config, "--from-cache")
+
+    assert cached.code == 0, cached.err
+    assert trained.code == 0, trained.err
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_training_live_goes_by_the_same_samples(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    losses = {}
+    for name, flags in (("cached", ["--from-cache"]), ("live", [])):
+        folder = tmp_path / name
+        config = sample_config("stages.jsonl", output_dir=str(folder), train={"max_steps": 1, "eval_split": None})
+        assert run("cache", "--config", config, "--split", "train").code == 0
+        result = run("train", "--config", config, *flags)
+        assert result.code == 0, result.err
+        losses[name] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+
+    assert losses["cached"] == losses["live"]
+
+
+def test_predict_with_and_without_an_image(
+    run: Callable[..., Any], sample_config: Callable[..., Path], finished_run: Path, data_dir: Path, tiny: Path
+) -> None:
+    config = sample_config(output_dir=str(finished_run))
+    image = data_dir / "images" / "lounge.jpg"
+
+    with_adapter = run("predict", "--config", config, "--image", image, "--prompt", "How many chairs?")
+    base = run("predict", "--config", config, "--image", image, "--prompt", "Here <image> what?", "--base")
+    text = run("predict", "--model", tiny, "--prompt", "Hello", "--set", "eval.max_new_tokens=3", "--system", "Brief.")
+
+    assert (with_adapter.code, base.code, text.code) == (0, 0, 0), with_adapter.err + base.err + text.err
+    assert "Traceback" not in with_adapter.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--image", "none.png", "--prompt", "What?"], 3, "none.png: there is no such image file"),
+        (["--prompt", "<image> What?"], 2, "the prompt says <image> 1 times, and 0 images were given"),
+        (["--prompt", "What?", "--adapter", "nowhere"], 2, "nowhere: there is no adapter here"),
+    ],
+)
+def test_predict_refuses(run: Callable[..., Any], tiny: Path, arguments: list[str], code: int, message: str) -> None:
+    result = run("predict", "--model", tiny, *arguments)
+
+    assert (result.code, message in result.err) == (code, True), result.err
+    assert "Traceback" not in result.err
+
+
+def test_merge_gives_a_checkpoint_for_the_stock_class(
+    run: Callable[..., Any], sample_config: Callable[..., Path], finished_run: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    config, target = sample_config(output_dir=str(finished_run)), tmp_path / "merged"
+
+    result = run("merge", "--config", config, "--output", target)
+    assert result.code == 0, result.err
+    assert result.out == f"{target}\n"
+    model, report = AutoModelForImageTextToText.from_pretrained(target, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(target).chat_template
+
+    twice = run("merge", "--config", config, "--output", target)
+    assert (twice.code, "exists already" in twice.err) == (2, True)
+
+
+def test_dry_runs_spend_nothing(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("a dry run loads no model")
+
+    monkeypatch.setattr("train.run.load_language_model", refuse)
+    monkeypatch.setattr("cache.vision_tower.VisionTower.load", refuse)
+    config = sample_config(cache={"dir": str(tmp_path / "features")})
+
+    cached = run("cache", "--config", config, "--split", "train", "--dry-run")
+    trained = run("train", "--config", config, "--dry-run")
+
+    assert cached.code == 0, cached.err
+    assert "to encode   10 images" in cached.out
+    assert trained.code == 0, trained.err
+    assert "37 samples, 0 records left out" in trained.out
+    assert not (tmp_path / "features").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def _console(*args: object, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [CONSOLE_SCRIPT, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        **options,
+    )
+
+
+def test_the_console_script_tells_a_mistake_without_a_traceback(sample_config: Callable[..., Path]) -> None:
+    process = _console("train", "--config", sample_config(), "--set", "train.lora.rank=3")
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 2
+
+
+def _stop_when(process: subprocess.Popen[str], ready: Callable[[], bool], *, group: bool = False) -> tuple[int, str]:
+    """Send SIGTERM once `ready`, to the process or, as a scheduler does, to its whole group."""
+    deadline = time.monotonic() + 90
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[1]
+    if group:
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+def _many_images(folder: Path, data_dir: Path, count: int) -> Path:
+    """A split of many distinct images that takes seconds to cache."""
+    from PIL import Image
+
+    folder.mkdir()
+    source = Image.open(data_dir / "images" / "lounge.jpg").convert("RGB")
+    rows = []
+    for number in range(count):
+        copy = source.copy()
+        copy.putpixel((0, 0), (number % 256, number // 256, 7))
+        copy.save(folder / f"{number}.png")
+        rows.append({"image": f"{number}.png", "question": "What?", "answer": "Chairs."})
+    file = folder / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize(("group", "workers"), [(False, 0), (True, 1)])
+def test_sigterm_while_caching_keeps_what_is_committed(
+    run: Callable[..., Any],
+    write_config: Callable[..., Path],
+    data_dir: Path,
+    tmp_path: Path,
+    group: bool,
+    workers: int,
+) -> None:
+    split = _many_images(tmp_path / "many", data_dir, 300)
+    # Small shards, so that some are committed early.
+    config = write_config({"train": str(split)}, cache={"shard_size": 500_000, "num_workers": workers})
+    features = tmp_path / "run" / "features"
+
+    process = _console("cache", "--config", config, "--split", "train")
+    code, err = _stop_when(process, lambda: len(list(features.glob("*/shards/*.json"))) >= 2, group=group)
+
+    assert code == 143, err
+    assert "Traceback" not in err
+    assert "run the same command to go on" in err
+    kept = sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
+    assert 0 < kept < 300
+    finished = run("cache", "--config", config, "--split", "train")
+    assert finished.code == 0, finished.err
+    assert f"encoded now      {300 - kept} images" in finished.out
+
+
+@pytest.mark.parametrize(("group", "workers"), [(False, 0), (True, 1)])
+def test_sigterm_while_training_leaves_a_checkpoint_to_go_on_from(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path, group: bool, workers: int
+) -> None:
+    config = sample_config(
+        train={"max_steps": 2000, "eval_split": None, "dataloader_num_workers": workers, "save_steps": 1000},
+        cache={"max_pixels": 64 * 64},
+    )
+    assert run("cache", "--config", config, "--split", "train").code == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    process = _console("train", "--config", config, "--from-cache")
+    code, err = _stop_when(process, lambda: metrics.exists() and metrics.stat().st_size > 0, group=group)
+
+    assert code == 143, err
+    assert "Traceback" not in err
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    step = int(checkpoint.name.rpartition("-")[2])
+    raw = yaml.safe_load(config.read_text())
+    raw["train"] |= {"max_steps": step + 1, "dataloader_num_workers": 0}
+    config.write_text(yaml.safe_dump(raw))
+    resumed = run("train", "--config", config, "--from-cache")
+    assert resumed.code == 0, resumed.err
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, step + 2))
+
+
+def test_a_half_written_checkpoint_is_not_gone_on_from(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = sample_config("stages.jsonl", train={"max_steps": 2, "save_steps": 1, "eval_split": None})
+    assert run("cache", "--config", config, "--split", "train").code == 0
+    assert run("train", "--config", config, "--from-cache").code == 0
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").unlink()
+
+    again = run("train", "--config", config, "--from-cache")
+
+    assert again.code == 0, again.err
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_run_folder_of_another_run_is_refused(
+    run: Callable[..., Any], sample_config: Callable[..., Path]
+) -> None:
+    config = sample_config("stages.jsonl", train={"max_steps": 1, "eval_split": None})
+    assert run("cache", "--config", config, "--split", "train").code == 0
+    assert run("train", "--config", config, "--from-cache").code == 0
+
+    other = run("train", "--config", config, "--from-cache", "--set", "train.learning_rate=1e-3")
+
+    assert other.code == 2
+    assert "train.learning_rate: 0.0001 there, 0.001 now" in other.err
