@@ -14,7 +14,6 @@ from pipeline.exit import configure_logging, exit_code_of, stop_request
 
 if TYPE_CHECKING:
     from cache.build import Summary
-    from cache.dataset import Rejection
     from pipeline.config import PipelineConfig
     from train.run import Job
 
@@ -46,6 +45,7 @@ def cache(
     dry_run: DryRun = False,
 ) -> None:
     """Run the vision tower once per image of a split and store its output. Run again, it goes on where it was."""
+    from cache.bad_records import list_rejected
     from cache.build import CacheBuilder
     from pipeline.progress import Bar
 
@@ -56,7 +56,7 @@ def cache(
             print(builder.plan(split, progress).describe())
             return
         summary = builder.run(split, progress, stop_request.install())
-    rejected = _write_rejected(settings, split, summary.rejected)
+    rejected = list_rejected(settings.output_dir, split, summary.rejected)
     _write_summary(settings, summary)
     print(f"split {summary.split}: {summary.num_records} records, {summary.distinct_images} distinct images")
     print(f"  encoded now      {summary.encoded_images} images, {summary.images_per_second:.2f} images/s")
@@ -145,7 +145,7 @@ def predict(
     from train.predict import predict as answer
 
     if (config is None) == (model is None):
-        raise ConfigError("predict needs either --config or --model")
+        raise ConfigError("predict needs either --config or --model", do="give one of them: each names the model")
     settings = _load(config, overrides) if config is not None else config_for_model(str(model), overrides)
     default = settings.output_dir / "adapter"
     chosen = adapter or (default if config is not None and default.is_dir() else None)
@@ -224,16 +224,3 @@ def _write_summary(settings: PipelineConfig, summary: Summary) -> None:
     if summary.encoded_images or not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json.dumps(summary.figures(), indent=1))
-
-
-def _write_rejected(settings: PipelineConfig, split: str, rejected: list[Rejection]) -> Path | None:
-    """List what was left out; an older list is replaced, also by none."""
-    from cache.atomic import write_text
-
-    target = settings.output_dir / f"{split}.rejected.jsonl"
-    if not rejected:
-        target.unlink(missing_ok=True)
-        return None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejected))
-    return target

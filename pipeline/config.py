@@ -123,7 +123,8 @@ def _apply(raw: dict[str, Any], override: str) -> str:
         child = _unfold(node.get(key), keys[:depth])
         if not isinstance(child, dict):
             raise ConfigError(
-                f"--set {override!r}: {'.'.join(keys[:depth])} is a value, not a section", do="see docs/configuration.md"
+                f"--set {override!r}: {'.'.join(keys[:depth])} is a value, not a section",
+                do="see docs/configuration.md",
             )
         node[key] = child
         node = child

@@ -86,11 +86,13 @@ def _report(error: BaseException) -> int:
     if isinstance(error, _UsageError):
         error.show()  # type: ignore[attr-defined]
         return ConfigError.exit_code
+    if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__  # typer takes the end of any file for that of the terminal
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("stopped at once; what was committed is kept")
         return stop_request.exit_code
     if isinstance(error, PipelineError) and not isinstance(error, StoppedError):
-        _say(f"error: {error}")
+        _say(f"error: {_told(error)}")
         return error.exit_code
     # A signal that reached the worker processes as well may have ended them before this one came to a safe point.
     if isinstance(error, StoppedError) or (stop_request() and _lost_worker(error)):
@@ -103,6 +105,12 @@ def _report(error: BaseException) -> int:
         return BUG
     _say(f"error: {known}")
     return known.exit_code
+
+
+def _told(error: PipelineError) -> str:
+    """The message; an error of a data-loader worker arrives as its whole traceback, which ends with the message."""
+    kind = type(error)
+    return str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
 
 
 def _as_pipeline_error(error: BaseException) -> PipelineError | None:
@@ -129,6 +137,8 @@ def _as_pipeline_error(error: BaseException) -> PipelineError | None:
             f"a worker process was ended from outside, most often because memory ran out: {_first_line(error)}",
             do="lower cache.num_workers or train.dataloader_num_workers, or ask for more memory",
         )
+    if isinstance(error, ImportError) and "install" in str(error):  # an optional library behind a setting
+        return ConfigError(_first_line(error), do="install it, or choose another value of the setting that needs it")
     if isinstance(error, OSError) and (isinstance(error, _USERS_FILES) or error.errno == errno.EROFS):
         return ConfigError(
             error.strerror or str(error),

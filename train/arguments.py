@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ def training_arguments(config: TrainConfig, folder: Path, *, evaluate: bool) -> 
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     if config.load_best_model_at_end and not evaluate:
         raise ConfigError(
-            f"train.load_best_model_at_end needs the evaluation split {config.eval_split!r}, which data.splits lacks"
+            f"train.load_best_model_at_end needs the evaluation split {config.eval_split!r}, which data.splits lacks",
+            do="name it in data.splits, or set train.load_best_model_at_end: false",
         )
+    if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("train.report_to names wandb, which is not installed", do="pip install wandb, or leave it out")
     try:
         return TrainingArguments(
             output_dir=str(folder),
@@ -70,7 +74,9 @@ def training_arguments(config: TrainConfig, folder: Path, *, evaluate: bool) -> 
             ddp_find_unused_parameters=False,
         )
     except ValueError as error:
-        raise ConfigError(f"train: {error}") from error
+        raise ConfigError(
+            f"train: {error}", do="correct the setting with this value (train.lr_scheduler_type, train.optim, ...)"
+        ) from error
 
 
 def _strategy(steps: int | None) -> str:

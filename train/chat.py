@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cache.bad_records import LEAVE_OUT
 from cache.config import ModelConfig
 from cache.errors import ConfigError, DataError
 from cache.records import Image, Record, Text, Turn
@@ -81,9 +82,21 @@ class ChatEncoder:
                 model.name_or_path, revision=model.revision, trust_remote_code=False
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load the tokenizer: {error}", where=model.name_or_path) from error
+            raise ConfigError(
+                f"cannot load the tokenizer: {error}",
+                where=model.name_or_path,
+                do="copy or download the checkpoint again",
+            ) from error
         if not tokenizer.is_fast:
-            raise ConfigError("has no fast tokenizer (tokenizer.json)", where=model.name_or_path)
+            raise ConfigError(
+                "has no fast tokenizer", where=model.name_or_path, do="add the checkpoint's tokenizer.json"
+            )
+        if image_token_id not in tokenizer.get_vocab().values():
+            raise ConfigError(
+                f"the tokenizer does not know the image token {image_token_id} of the config",
+                where=model.name_or_path,
+                do="add the checkpoint's tokenizer.json",
+            )
         if not tokenizer.chat_template:
             raise ConfigError("has no chat template", where=model.name_or_path, do="use an Instruct checkpoint")
         return cls(tokenizer, image_token_id)
@@ -105,7 +118,7 @@ class ChatEncoder:
             weights[(starts >= span.start) & (starts < span.stop)] = span.weight
         order = self._image_order(record, record.turns, ids)
         if not weights.any():
-            raise DataError("no token of the record is a target", where=record.source)
+            raise DataError("no token of the record is a target", where=record.source, do=LEAVE_OUT)
         return EncodedText(ids, weights, order)
 
     def encode_prompt(self, record: Record) -> EncodedText:
@@ -122,7 +135,9 @@ class ChatEncoder:
                 for token in self._structural:
                     if token in part.text:
                         raise DataError(
-                            f"the text of a {turn.role} turn holds the special token {token}", where=record.source
+                            f"the text of a {turn.role} turn holds the special token {token}",
+                            where=record.source,
+                            do="take it out: images are placed by <image>",
                         )
         if turn.role == "user":
             content = [
@@ -167,6 +182,8 @@ class ChatEncoder:
         placed = int((ids == self.image_token_id).sum())
         if placed != len(order):
             raise DataError(
-                f"the chat template placed {placed} images where the record has {len(order)}", where=record.source
+                f"the chat template placed {placed} images where the record has {len(order)}",
+                where=record.source,
+                do="use the family's own chat template",
             )
         return order

@@ -83,7 +83,7 @@ class TrainConfig(Section):
     """Save the adapter of the best evaluation instead of the last one. Evaluations and checkpoints must coincide."""
     metric_for_best_model: Literal["loss", "exact_match", "token_f1", "point_accuracy"] = "loss"
     """What `best` means. Any but `loss` makes each evaluation generate answers, which takes longer."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of the adapter, the order of samples and dropout."""
     resume: bool = True
     """Go on from the last checkpoint in the run folder when there is one."""
@@ -91,6 +91,13 @@ class TrainConfig(Section):
     """Where metrics go besides metrics.jsonl and the terminal."""
     device: Literal["auto", "cpu"] = "auto"
     """`cpu` keeps off a GPU that is there."""
+
+    @field_validator("report_to")
+    @classmethod
+    def _none_alone(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "none" in value and len(value) > 1:
+            raise ValueError("none stands alone")
+        return value
 
     @field_validator("max_steps")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cache.bad_records import LEAVE_OUT
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.errors import DataError
@@ -116,7 +117,7 @@ class SampleBuilder:
         for index in text.image_order:
             ref = record.images[index]
             if ref.path in known.refused:
-                raise DataError(f"image {ref.path}: {known.refused[ref.path]}", where=record.source)
+                raise DataError(f"image {ref.path}: {known.refused[ref.path]}", where=record.source, do=LEAVE_OUT)
             if ref.path not in known.images:
                 raise DataError(
                     f"image {ref.path} is not in the cache: the dataset has changed since it was cached",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cache.errors import ConfigError
 from train.config import LoraConfig
@@ -52,6 +53,8 @@ def target_pattern(model: Any, config: LoraConfig) -> str:
         wanted = kinds
     else:
         wanted = list(config.target_modules)
+        if not wanted:
+            raise ConfigError("train.lora.target_modules: names no module", do=f"choose from {', '.join(kinds)}")
         for target in wanted:
             _check_target(target, inside, kinds)
     return rf".*\.?{LANGUAGE_MODEL}\.(.*\.)?({'|'.join(re.escape(target) for target in wanted)})"
@@ -84,11 +87,17 @@ def load_adapter(model: Any, adapter: Path | None) -> Any:
         )
     if not (adapter / "adapter_model.safetensors").is_file():
         raise ConfigError(
-            "the adapter has no adapter_model.safetensors; pickled weights are not read", where=str(adapter)
+            "the adapter has no adapter_model.safetensors; pickled weights are not read",
+            where=str(adapter),
+            do="save it again with safetensors",
         )
     from peft import PeftModel
 
     try:
         return PeftModel.from_pretrained(model, str(adapter))
-    except (RuntimeError, ValueError, OSError) as error:
-        raise ConfigError(f"the adapter does not fit the model: {error}", where=str(adapter)) from error
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"the adapter does not fit the model, or is damaged: {error}",
+            where=str(adapter),
+            do="name an adapter that was trained on this model",
+        ) from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cache.checkpoint import load_hf_config
 from cache.config import ModelConfig
@@ -82,12 +83,16 @@ def _stock_class(model: ModelConfig) -> Any:
     try:
         return AutoModelForImageTextToText._model_mapping[type(hf_config)]
     except KeyError:
-        raise ConfigError(f"transformers has no image-text model for {hf_config.model_type}") from None
+        raise ConfigError(
+            f"transformers has no image-text model for {hf_config.model_type}",
+            where=model.name_or_path,
+            do="use a model of the Qwen3-VL family",
+        ) from None
 
 
 def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
     try:
-        loaded = kind.from_pretrained(
+        loaded, report = kind.from_pretrained(
             model.name_or_path,
             revision=model.revision,
             dtype=PRECISIONS[config.precision],
@@ -96,13 +101,22 @@ def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.devi
             device_map={"": device},
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             "the language model does not fit the GPU's memory", do="set train.quantization: nf4, or use a larger GPU"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model: {error}", where=model.name_or_path) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot load the model: {error}", where=model.name_or_path, do="copy or download the checkpoint again"
+        ) from error
+    if report["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise ConfigError(
+            f"the checkpoint lacks {len(report['missing_keys'])} tensors, e.g. {min(report['missing_keys'])}",
+            where=model.name_or_path,
+            do="copy or download the checkpoint again",
+        )
     return loaded.requires_grad_(False)
 
 

@@ -96,7 +96,10 @@ def prompt_record(images: Sequence[Path], prompt: str, system: str | None) -> Re
     if count == 0:
         content: list[Text | Image] = [*(Image(i) for i in range(len(images))), Text(prompt)]
     elif count != len(images):
-        raise ConfigError(f"the prompt says {PLACEHOLDER} {count} times, and {len(images)} images were given")
+        raise ConfigError(
+            f"the prompt says {PLACEHOLDER} {count} times, and {len(images)} images were given",
+            do=f"give --image once for each {PLACEHOLDER}, in their order, or leave {PLACEHOLDER} out",
+        )
     else:
         content = [Text(pieces[0])]
         for index, piece in enumerate(pieces[1:]):

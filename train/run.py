@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cache.atomic import write_text
+from cache.bad_records import list_rejected
 from cache.checkpoint import load_hf_config
 from cache.config import CacheConfig, DataConfig, ModelConfig
 from cache.errors import ConfigError, StoppedError
@@ -182,7 +183,9 @@ def run_training(
     if evaluate and job.train.eval_split is not None:
         held_out = inputs.samples.training(job.train.eval_split, inputs.known(job.train.eval_split, progress), progress)
         eval_steps = inputs.steps(held_out, job.train, shuffle=False, **share)
-    _log_data(samples, train_steps)
+    if arguments.process_index == 0:
+        _log_data(samples, train_steps)
+        list_rejected(job.output_dir, job.train.split, samples.rejected)
     trainer = _make_trainer(job, inputs, arguments, train_steps, eval_steps, should_stop)
     if checkpoint is not None:
         logger.info("going on from %s", checkpoint)
@@ -209,6 +212,7 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     known = inputs.known(split, progress)
     held_out = inputs.samples.training(split, known, progress)
     prompts = inputs.samples.prompts(split, known, progress)
+    list_rejected(job.output_dir, split, held_out.rejected)
     device = training_device(job.train)
     model = load_adapter(load_language_model(job.model, job.train, device), adapter)
     tower = None if job.from_cache else load_tower(job, device)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from cache.atomic import write_text
 from cache.errors import ConfigError
@@ -105,8 +108,13 @@ def _step_of(path: Path) -> int:
 def _is_complete(path: Path) -> bool:
     if not all((path / name).is_file() for name in _COMPLETE):
         return False
+    # torch.save writes zip archives, whose directory stands at the end: a file that was cut off has none.
+    if not all(zipfile.is_zipfile(file) for file in [*path.glob("*.pt"), *path.glob("*.pth")]):
+        return False
     try:
         json.loads((path / _COMPLETE[0]).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with safe_open(path / _COMPLETE[1], framework="pt"):
+            pass
+    except (OSError, ValueError, SafetensorError):
         return False
     return True

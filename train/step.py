@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from cache.pixels import leave_signals_to_parent
 from train.features import FeatureSource, StepImage
 from train.pack import Pack, build_pack, split_into_packs
-from train.sample import Sample
+from train.sample import Sample, num_image_tokens
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
 
@@ -27,7 +28,7 @@ class Step:
         images: the distinct images of the packs.
         total_weight: sum of the loss weights over the whole step, all processes together.
         num_samples: of the whole step.
-        num_image_tokens: placeholders in this process's packs.
+        num_image_tokens: placeholders of the whole step.
     """
 
     packs: tuple[Pack, ...]
@@ -114,7 +115,9 @@ class StepDataset(Dataset[Step]):
             images=tuple(self._source.load(image) for image in distinct.values()),
             total_weight=sum(sample.total_weight for sample in samples),
             num_samples=len(samples),
-            num_image_tokens=sum(int((pack.input_ids == self._image_token_id).sum()) for pack in packs),
+            num_image_tokens=sum(
+                num_image_tokens(image.grid, self._merge_size) for sample in samples for image in sample.images
+            ),
         )
 
     def _idle(self, samples: list[Sample]) -> Step:
@@ -131,7 +134,7 @@ class StepDataset(Dataset[Step]):
             pack.images,
             pack.is_causal,
         )
-        return Step((silent,), step.images, step.total_weight, step.num_samples, 0)
+        return Step((silent,), step.images, step.total_weight, step.num_samples, step.num_image_tokens)
 
 
 class StepSampler(Sampler[list[StepIndex]]):
@@ -175,6 +178,7 @@ def make_loader(
         pin_memory=pin_memory and torch.cuda.is_available(),
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=persistent_workers and num_workers > 0,
+        worker_init_fn=leave_signals_to_parent,
     )
 
 

@@ -104,7 +104,9 @@ def _saved(run: Path) -> list[tuple[str, str]]:
     facts = [("tower runs", f"{runs}, one an image; training looked at images {samples} times")]
     if cached["images_per_second"] > 0:
         seconds = (samples - runs) / cached["images_per_second"]
-        facts.append(("tower time saved", f"{seconds:.0f} s (computed from {cached['images_per_second']:.0f} images/s)"))
+        facts.append(
+            ("tower time saved", f"{seconds:.0f} s (computed from {cached['images_per_second']:.0f} images/s)")
+        )
     return facts
 
 
