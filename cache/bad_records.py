@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+from cache.atomic import write_text
 from cache.config import DataConfig
 from cache.dataset import Rejection
 from cache.errors import DataError
@@ -31,3 +35,18 @@ def reject_images(records: Iterable[Record], refused: Mapping[str, DataError], d
                 rejected.append(Rejection(record.source, f"image {path}: {error.what}"))
                 break
     return rejected
+
+
+def list_rejected(folder: Path, split: str, rejected: Sequence[Rejection]) -> Path | None:
+    """Write what was left out to `<folder>/<split>.rejected.jsonl`; an older list is replaced, also by none.
+
+    Returns:
+        The list; None when nothing was left out.
+    """
+    target = folder / f"{split}.rejected.jsonl"
+    if not rejected:
+        target.unlink(missing_ok=True)
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(target, "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejected))
+    return target

@@ -45,7 +45,9 @@ class VisionWeights:
         }
         if not found:
             raise ConfigError(
-                "the checkpoint has no vision tower (no tensor begins with model.visual.)", where=model.name_or_path
+                "the checkpoint has no vision tower (no tensor begins with model.visual.)",
+                where=model.name_or_path,
+                do="use a model of the Qwen3-VL family",
             )
         # Each file once: on the hub every look costs a request.
         paths = {file: fetch_file(model, file) for file in sorted({file for file, _ in found.values()})}
@@ -82,11 +84,12 @@ def load_hf_config(model: ModelConfig) -> Any:
     Raises:
         ConfigError: it cannot be loaded or describes no model with a vision tower and DeepStack levels.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model.name_or_path, revision=model.revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             f"cannot load the model's config: {_first_line(error)}",
             where=model.name_or_path,
@@ -110,7 +113,9 @@ def fetch_file(model: ModelConfig, name: str) -> Path:
     """
     path = fetch_optional(model, name)
     if path is None:
-        raise ConfigError(f"the checkpoint has no file {name}", where=model.name_or_path)
+        raise ConfigError(
+            f"the checkpoint has no file {name}", where=model.name_or_path, do="copy or download the checkpoint again"
+        )
     return path
 
 
@@ -123,9 +128,13 @@ def _weight_map(model: ModelConfig) -> list[tuple[str, str]]:
             files = set(weights.values())
             outside = sorted(file for file in files if Path(file).name != file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"is not a weight index: {error}", where=str(index)) from error
+            raise ConfigError(
+                f"is not a weight index: {error}", where=str(index), do="copy or download the file again"
+            ) from error
         if outside:
-            raise ConfigError(f"names a file outside its folder: {outside[0]}", where=str(index))
+            raise ConfigError(
+                f"names a file outside its folder: {outside[0]}", where=str(index), do="use a checkpoint that you trust"
+            )
         return list(weights.items())
     single = fetch_optional(model, SINGLE_FILE)
     if single is None:
@@ -154,7 +163,9 @@ def fetch_optional(model: ModelConfig, name: str) -> Path | None:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"is neither a folder nor a reachable hub model: {_first_line(error)}", where=model.name_or_path
+            f"is neither a folder nor a reachable hub model: {_first_line(error)}",
+            where=model.name_or_path,
+            do="`model` must be a checkpoint folder or a hub id; gated models need `hf auth login`",
         ) from error
     return Path(found) if found is not None else None
 
@@ -166,4 +177,4 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    return " ".join(str(error).strip().split("\n", 2)[:2])

@@ -200,7 +200,9 @@ def _load(path: Path, kind: type[_D]) -> _D:
         field = ".".join(str(part) for part in first["loc"])
         raise _damaged(path, f"{field}: {first['msg']}" if field else first["msg"]) from error
     except OSError as error:
-        raise CacheError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise CacheError(
+            f"cannot be read: {error.strerror or error}", where=str(path), do="check its permissions"
+        ) from error
 
 
 def _damaged(path: Path, what: str) -> CacheError:

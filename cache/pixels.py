@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,5 +78,15 @@ def load_pixels(
         batch_size=None,
         num_workers=min(cache.num_workers, len(images)),
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=leave_signals_to_parent,
     )
     yield from loader
+
+
+def leave_signals_to_parent(_worker: int) -> None:
+    """For data-loader workers: a scheduler signals every process of a job, and only the parent knows when to stop.
+
+    A worker that ended by itself would cost the parent the checkpoint that it was about to write.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -262,7 +262,7 @@ def _load(model: ModelConfig, backend: str) -> Any:
     options = {"backend": backend, "revision": model.revision or "main"}
     try:
         processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False, **options)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(f"no image processor can be loaded: {error}", where=model.name_or_path, do=advice) from error
     # Others have a patch_size and a merge_size too, but another rule for the resized size.
     if type(processor).__name__ not in _QWEN2_VL:

@@ -53,7 +53,11 @@ class FeatureCache:
         self.folder = folder
         self.manifest: Manifest = load_manifest(folder)
         if self.manifest.format not in FORMATS:
-            raise CacheError(f"shard format {self.manifest.format!r} is not known here", where=str(folder))
+            raise CacheError(
+                f"shard format {self.manifest.format!r} is not known here",
+                where=str(folder),
+                do=f"cache again in one of: {', '.join(FORMATS)}",
+            )
         self._format = FORMATS[self.manifest.format]
         self._verify = verify_checksums
         self._locations = {

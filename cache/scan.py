@@ -62,7 +62,9 @@ class ImageScanner:
             height, width = header_size(data, where=ref.path)
             if height * width > self.max_image_pixels:
                 raise DataError(
-                    f"is {width}x{height}, more than cache.max_image_pixels = {self.max_image_pixels}", where=ref.path
+                    f"is {width}x{height}, more than cache.max_image_pixels = {self.max_image_pixels}",
+                    where=ref.path,
+                    do="reduce the image; if it is genuine and memory allows, raise cache.max_image_pixels",
                 )
             grid = self.processor.grid_of(height, width)
             mtime = stat.st_mtime_ns if stat else 0

@@ -55,13 +55,17 @@ class VisionTower:
             ResourceError: the device's memory does not suffice.
         """
         grid_thw = torch.stack(list(grids)).to(self.device)
-        pixels = torch.cat([p.to(self.device, self.dtype, non_blocking=True) for p in pixel_values])
         try:
+            pixels = torch.cat([p.to(self.device, self.dtype, non_blocking=True) for p in pixel_values])
             output = self.module(pixels, grid_thw=grid_thw, return_dict=True)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # On the CPU torch raises a plain RuntimeError.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            patches = sum(p.shape[0] for p in pixel_values)
             raise ResourceError(
-                f"the vision tower ran out of memory on {len(grids)} image(s) of {pixels.shape[0]} patches",
-                do="lower cache.max_pixels, or use a GPU with more memory",
+                f"the vision tower ran out of memory on {len(grids)} image(s) of {patches} patches",
+                do="lower cache.max_pixels, or use a device with more memory",
             ) from error
         sizes = [int(g.prod()) // self._merge_unit for g in grids]
         embeds = output.pooler_output.split(sizes)
@@ -92,6 +96,12 @@ def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:
             where=f"cache.attn_implementation: {cache.attn_implementation}",
             do="install what it needs, or use sdpa",
         ) from error
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
+        raise ConfigError(
+            f"no vision tower can be built from vision_config: {type(error).__name__}: {error}",
+            where=model.name_or_path,
+            do="copy or download the checkpoint again",
+        ) from error
     return module
 
 
@@ -121,7 +131,9 @@ def _fill(module: torch.nn.Module, weights: VisionWeights, model: ModelConfig) -
     missing = targets.keys() - weights.files.keys()
     if missing:
         raise ConfigError(
-            f"the checkpoint lacks {len(missing)} tower tensors, e.g. {min(missing)}", where=model.name_or_path
+            f"the checkpoint lacks {len(missing)} tower tensors, e.g. {min(missing)}",
+            where=model.name_or_path,
+            do="copy or download the checkpoint again",
         )
     with torch.no_grad():
         for name, tensor in weights.tensors():
@@ -130,5 +142,6 @@ def _fill(module: torch.nn.Module, weights: VisionWeights, model: ModelConfig) -
                 raise ConfigError(
                     f"tower tensor {name} is {tuple(tensor.shape)}; by the config it is {wanted}",
                     where=model.name_or_path,
+                    do="copy or download the checkpoint again",
                 )
             targets[name].copy_(tensor)

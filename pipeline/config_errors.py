@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in the user's words: one line a setting, with its key, its value and a way out."""
+"""What is wrong with a configuration, in the user's words: one line a setting, with key, value and a way out."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ value and the nearest valid keys. A leading `~` in a path is the home folder.
 
 ## Overrides: `--set KEY=VALUE`
 
-Every verb with a configuration takes `--set` (or `-s`), as often as needed; the last one of a key wins. KEY is the dotted
-key of the tables below. VALUE is read as YAML: `1e-4`, `true`, `null`, `[q_proj, v_proj]`, `{train: a.jsonl}`; quote it
-for the shell where it holds spaces or brackets.
+Every verb with a configuration takes `--set` (or `-s`), as often as needed; the last one of a key wins. KEY is the
+dotted key of the tables below. VALUE is read as YAML: `1e-4`, `true`, `null`, `[q_proj, v_proj]`, `{train: a.jsonl}`;
+quote it for the shell where it holds spaces or brackets.
 
 ```
 pipeline train --config my.yaml --from-cache --set train.learning_rate=2e-4 --set train.lora.r=32

@@ -29,7 +29,9 @@ EXIT_CODES = {
 }
 
 # Recent versions of typer bring a click of their own, older ones import click: only its subclass is found in both.
-_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_UsageError: type[BaseException] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 _USERS_FILES = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 # Libraries that write through C++ or Rust report a full disk by their own exceptions, without an errno.
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
@@ -72,7 +74,7 @@ def exit_code_of(work: Callable[[], object]) -> int:
     """Run a verb; report its error, if any, on stderr and return the exit code."""
     try:
         code = work()
-    except (typer.Exit, typer.Abort, _UsageError, KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, Exception) as error:
         return _report(error)
     # typer turns an interruption and `raise Exit` into a returned exit code; the verbs themselves return None.
     if code == 128 + signal.SIGINT:

@@ -212,7 +212,9 @@ def _data_uri(image: bytes, number: int) -> str:
         with Image.open(io.BytesIO(image)) as opened:
             picture = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"image cannot be decoded: {error}", where=f"report sample {number}") from None
+        raise DataError(
+            f"image cannot be decoded: {error}", where=f"report sample {number}", do="replace the image"
+        ) from None
     picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     # Photographs are several times smaller as JPEG; drawings with sharp edges stay exact as PNG.
     forms = []

@@ -33,7 +33,9 @@ def training_arguments(config: TrainConfig, folder: Path, *, evaluate: bool) -> 
             do="name it in data.splits, or set train.load_best_model_at_end: false",
         )
     if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("train.report_to names wandb, which is not installed", do="pip install wandb, or leave it out")
+        raise ConfigError(
+            "train.report_to names wandb, which is not installed", do="pip install wandb, or leave it out"
+        )
     try:
         return TrainingArguments(
             output_dir=str(folder),

@@ -45,6 +45,9 @@ class TrainConfig(Section):
     tokens_per_pack: int = Field(default=8192, gt=0)
     """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own).
     Bounds memory; does not change the result."""
+    share_prefixes: bool = True
+    """Samples of a step whose tokens and images are identical up to some point share that prefix: it is computed once.
+    Does not change the result."""
     num_train_epochs: float = Field(default=3.0, gt=0)
     """Passes over the data."""
     max_steps: int = -1

@@ -1,14 +1,17 @@
-"""Samples -> one row without padding. Who sees whom is one vector, `visible_until`."""
+"""Samples -> one row without padding, shared prefixes standing once. Who sees whom is one vector, `visible_until`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from train.sample import Sample, widen
+from train.prefix_tree import Node, Symbols, build_forest, shared_length
+from train.sample import Sample, widen, widths
+from train.sample import Sequence as Widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,12 @@ class Pack:
         position_ids: (4, 1, S) int64: running index, then M-RoPE t, h, w.
         visible_until: (S,) int64; the token at row position k is seen by the positions q with
             k <= q < visible_until[k].
-        target_positions: (T,) int64, row positions whose logits are needed, ascending.
+        target_positions: (T,) int64, row positions whose logits are needed; one stands twice where branches begin
+            with different targets.
         target_ids: (T,) int64, the token that each of them must predict.
         target_weights: (T,) float32.
         images: for each image of the row, in order, its place in the step's list of distinct images.
-        is_causal: the whole row is one sample, so a plain causal mask does.
+        is_causal: the whole row is one chain, so a plain causal mask does.
     """
 
     input_ids: torch.Tensor
@@ -47,56 +51,135 @@ class Pack:
         )
 
 
-def split_into_packs(lengths: Sequence[int], tokens_per_pack: int) -> list[list[int]]:
-    """Cut a list of samples, in order, into runs of at most `tokens_per_pack` tokens.
+def split_into_packs(
+    samples: Sequence[Sample],
+    symbols: Sequence[Symbols],
+    order: Sequence[int],
+    *,
+    image_token_id: int,
+    merge_size: int,
+    tokens_per_pack: int,
+    share: bool,
+) -> Iterator[list[int]]:
+    """Cut the samples in `order` into runs whose rows hold at most `tokens_per_pack` tokens, prefixes counted once.
 
-    A sample longer than that has a run of its own. Order is kept, so the cut never changes what is in a step.
+    A sample longer than that has a run of its own. The cut never changes what is in a step.
     """
-    runs: list[list[int]] = []
+    run: list[int] = []
     held = 0
-    for index, length in enumerate(lengths):
-        if not runs or held + length > tokens_per_pack:
-            runs.append([])
-            held = 0
-        runs[-1].append(index)
-        held += length
-    return runs
+    for index in order:
+        tokens = widths(samples[index], image_token_id=image_token_id, merge_size=merge_size)
+        common = shared_length(symbols[run[-1]], symbols[index]) if run and share else 0
+        added = int(tokens[common:].sum())
+        if run and held + added > tokens_per_pack:
+            yield run
+            run, held, added = [], 0, int(tokens.sum())
+        run.append(index)
+        held += added
+    if run:
+        yield run
 
 
 def build_pack(
-    samples: Iterable[Sample], image_places: dict[str, int], *, image_token_id: int, merge_size: int
+    samples: Sequence[Sample],
+    symbols: Sequence[Symbols],
+    run: Sequence[int],
+    image_places: dict[str, int],
+    *,
+    image_token_id: int,
+    merge_size: int,
+    share: bool,
 ) -> Pack:
-    """Lay samples one behind the other, each with its own positions and visible to itself only.
+    """Lay a run of samples out in one row.
+
+    A node's tokens stand once, its branches behind it, each going on with the positions of the prefix and seeing the
+    prefix and itself only.
 
     Args:
-        samples: in the order of the row.
+        samples, symbols: the step's, see prefix_tree.symbols_of.
+        run: indices of those in this row, neighbours sharing prefixes.
         image_places: image key -> place in the step's list of distinct images.
     """
-    ids, positions, until = [], [], []
-    images: list[int] = []
-    target_positions, target_ids, target_weights = [], [], []
-    start = 0
-    for sample in samples:
-        row = widen(sample, image_token_id=image_token_id, merge_size=merge_size)
-        length = len(row.input_ids)
-        ids.append(row.input_ids)
-        positions.append(row.position_ids)
-        until.append(np.full(length, start + length))
-        # The logits at a position predict the next token, so a sample's first token is never a target.
-        places = np.flatnonzero(row.weights[1:])
-        target_positions.append(start + places)
-        target_ids.append(row.input_ids[places + 1])
-        target_weights.append(row.weights[places + 1])
-        images.extend(image_places[image.key] for image in sample.images)
-        start += length
-    running = np.arange(start)[None]
-    return Pack(
-        input_ids=torch.from_numpy(np.concatenate(ids))[None],
-        position_ids=torch.from_numpy(np.concatenate([running, np.concatenate(positions, axis=1)]))[:, None],
-        visible_until=torch.from_numpy(np.concatenate(until)),
-        target_positions=torch.from_numpy(np.concatenate(target_positions)),
-        target_ids=torch.from_numpy(np.concatenate(target_ids)),
-        target_weights=torch.from_numpy(np.concatenate(target_weights)),
-        images=tuple(images),
-        is_causal=len(ids) == 1,
-    )
+    row = _Row(samples, image_places, image_token_id, merge_size)
+    forest = build_forest(symbols, run, share=share)
+    for node in forest:
+        row.add(node, before=-1)
+    return row.finish(is_causal=len(forest) == 1 and _is_chain(forest[0]))
+
+
+class _Row:
+    """A row under construction."""
+
+    def __init__(
+        self, samples: Sequence[Sample], image_places: dict[str, int], image_token_id: int, merge_size: int
+    ) -> None:
+        self._samples, self._places = samples, image_places
+        self._image_token_id, self._merge_size = image_token_id, merge_size
+        self._length = 0
+        self._ids: list[npt.NDArray[np.int64]] = []
+        self._positions: list[npt.NDArray[np.int64]] = []
+        self._until: list[npt.NDArray[np.int64]] = []
+        self._target_positions: list[npt.NDArray[np.int64]] = []
+        self._target_ids: list[npt.NDArray[np.int64]] = []
+        self._target_weights: list[npt.NDArray[np.float32]] = []
+        self._images: list[int] = []
+
+    def add(self, node: Node, *, before: int) -> None:
+        """Append a node and its subtree; `before` is the row position of the token in front of it, -1 for none."""
+        sample = self._samples[node.samples[0]]
+        wide, first, last = self._stretch(sample, node)
+        start, length = self._length, last - first
+        self._ids.append(wide.input_ids[first:last])
+        self._positions.append(wide.position_ids[:, first:last])
+        self._add_targets(node, wide, first, last, before)
+        skipped = int((sample.text.input_ids[: node.start] == self._image_token_id).sum())
+        inside = int((sample.text.input_ids[node.start : node.stop] == self._image_token_id).sum())
+        self._images += [self._places[image.key] for image in sample.images[skipped : skipped + inside]]
+        place = len(self._until)
+        self._until.append(np.empty(0, dtype=np.int64))
+        self._length += length
+        for child in node.children:
+            self.add(child, before=start + length - 1)
+        self._until[place] = np.full(length, self._length)
+
+    def _stretch(self, sample: Sample, node: Node) -> tuple[Widened, int, int]:
+        wide = widen(sample, image_token_id=self._image_token_id, merge_size=self._merge_size)
+        ends = np.cumsum(widths(sample, image_token_id=self._image_token_id, merge_size=self._merge_size))
+        return wide, int(ends[node.start - 1]) if node.start else 0, int(ends[node.stop - 1])
+
+    def _add_targets(self, node: Node, wide: Widened, first: int, last: int, before: int) -> None:
+        # Every sample that goes through the node has its say in the weight; placeholders weigh nothing, so weights of
+        # the compact text can be added before they are widened.
+        compact = sum(
+            (self._samples[i].text.weights[node.start : node.stop] for i in node.samples[1:]),
+            self._samples[node.samples[0]].text.weights[node.start : node.stop],
+        )
+        sample = self._samples[node.samples[0]]
+        repeats = widths(sample, image_token_id=self._image_token_id, merge_size=self._merge_size)
+        weights = np.repeat(compact, repeats[node.start : node.stop])
+        places = np.flatnonzero(weights)
+        if before < 0:
+            places = places[places > 0]  # nothing stands in front of a row's first token, so nothing predicts it
+        positions = self._length + places - 1
+        positions[places == 0] = before
+        self._target_positions.append(positions)
+        self._target_ids.append(wide.input_ids[first:last][places])
+        self._target_weights.append(weights[places].astype(np.float32))
+
+    def finish(self, *, is_causal: bool) -> Pack:
+        """The row as tensors."""
+        running = np.arange(self._length)[None]
+        return Pack(
+            input_ids=torch.from_numpy(np.concatenate(self._ids))[None],
+            position_ids=torch.from_numpy(np.concatenate([running, np.concatenate(self._positions, axis=1)]))[:, None],
+            visible_until=torch.from_numpy(np.concatenate(self._until)),
+            target_positions=torch.from_numpy(np.concatenate(self._target_positions)),
+            target_ids=torch.from_numpy(np.concatenate(self._target_ids)),
+            target_weights=torch.from_numpy(np.concatenate(self._target_weights)),
+            images=tuple(self._images),
+            is_causal=is_causal,
+        )
+
+
+def _is_chain(node: Node) -> bool:
+    return not node.children or (len(node.children) == 1 and _is_chain(node.children[0]))

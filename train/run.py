@@ -41,6 +41,7 @@ logger = logging.getLogger("train")
 # Settings that may change between two starts of one run: they do not decide what is learned.
 _FREE = {
     "tokens_per_pack",
+    "share_prefixes",
     "gradient_checkpointing",
     "dataloader_num_workers",
     "dataloader_pin_memory",
@@ -148,6 +149,7 @@ class Inputs:
             image_token_id=self.image_token_id,
             merge_size=self.processor.merge_size,
             seed=config.seed if shuffle else None,
+            share_prefixes=config.share_prefixes,
             rank=rank,
             world_size=world_size,
         )

@@ -80,6 +80,14 @@ def num_image_tokens(grid: Grid, merge_size: int) -> int:
     return t * h * w // merge_size**2
 
 
+def widths(sample: Sample, *, image_token_id: int, merge_size: int) -> npt.NDArray[np.int64]:
+    """(S,) int64, how many tokens each token of the compact text becomes: a placeholder its image's, others one."""
+    repeats = np.ones(len(sample.text.input_ids), dtype=np.int64)
+    places = np.flatnonzero(sample.text.input_ids == image_token_id)
+    repeats[places] = [num_image_tokens(image.grid, merge_size) for image in sample.images]
+    return repeats
+
+
 def widen(sample: Sample, *, image_token_id: int, merge_size: int) -> Sequence:
     """Repeat each placeholder once for each merged token of its image and compute M-RoPE positions.
 
@@ -89,11 +97,10 @@ def widen(sample: Sample, *, image_token_id: int, merge_size: int) -> Sequence:
     """
     ids = sample.text.input_ids
     places = np.flatnonzero(ids == image_token_id)
-    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats = widths(sample, image_token_id=image_token_id, merge_size=merge_size)
     advance = np.ones(len(ids), dtype=np.int64)
     for place, image in zip(places, sample.images, strict=True):
         _, h, w = image.grid
-        repeats[place] = num_image_tokens(image.grid, merge_size)
         advance[place] = max(h, w) // merge_size
     starts = np.cumsum(advance) - advance
     offsets = np.cumsum(repeats) - repeats

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from cache.pixels import leave_signals_to_parent
 from train.features import FeatureSource, StepImage
 from train.pack import Pack, build_pack, split_into_packs
+from train.prefix_tree import sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
@@ -58,6 +59,7 @@ class StepDataset(Dataset[Step]):
         tokens_per_pack: see TrainConfig.
         image_token_id, merge_size: of the model.
         seed: of the order; None keeps the dataset's order.
+        share_prefixes: see TrainConfig.
         rank, world_size: this process's share is every world_size-th sample of a step, from rank on.
     """
 
@@ -71,12 +73,14 @@ class StepDataset(Dataset[Step]):
         image_token_id: int,
         merge_size: int,
         seed: int | None,
+        share_prefixes: bool = True,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self._samples, self._source = samples, source
         self._batch, self._budget = effective_batch_size, tokens_per_pack
         self._image_token_id, self._merge_size = image_token_id, merge_size
+        self._share = share_prefixes
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.empty(0, dtype=np.int64))
 
@@ -106,10 +110,11 @@ class StepDataset(Dataset[Step]):
     def _build(self, samples: list[Sample], mine: list[Sample]) -> Step:
         distinct = {image.key: image for sample in mine for image in sample.images}
         places = {key: place for place, key in enumerate(distinct)}
-        packs = [
-            build_pack([mine[i] for i in run], places, image_token_id=self._image_token_id, merge_size=self._merge_size)
-            for run in split_into_packs([sample.num_tokens for sample in mine], self._budget)
-        ]
+        symbols = symbols_of(mine, self._image_token_id)
+        order = sharing_order(symbols) if self._share else list(range(len(mine)))
+        model = {"image_token_id": self._image_token_id, "merge_size": self._merge_size}
+        runs = split_into_packs(mine, symbols, order, tokens_per_pack=self._budget, share=self._share, **model)
+        packs = [build_pack(mine, symbols, run, places, share=self._share, **model) for run in runs]
         return Step(
             packs=tuple(packs),
             images=tuple(self._source.load(image) for image in distinct.values()),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from cache.build import CacheBuilder
+from cache.checkpoint import INDEX_FILE
 from cache.features import VisionFeatures
 from cache.progress import Silent
 from cache.reader import FeatureCache
@@ -111,9 +115,50 @@ def tower_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.fixture
 def cached(tmp_path: Path, make_config: Callable[..., PipelineConfig]) -> tuple[CacheBuilder, PipelineConfig]:
-    """Four images in three shards, cached."""
+    """Four images in several shards, cached."""
     rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 4))
-    config = make_config({"train": str(rows)}, cache={"shard_size": 40_000})
+    config = make_config({"train": str(rows)}, cache={"shard_size": 12_000})
     builder = builder_of(config)
     builder.run("train", SILENT)
     return builder, config
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MB."""
+    folder = tmp_path / "small-disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        pytest.skip(f"A FULL DISK IS NOT TESTED FOR REAL HERE: no tmpfs can be mounted ({reason.strip()})")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, *, leave: int) -> Path:
+    """Takes the free space but for `leave` bytes; returns the file to remove again."""
+    file = folder / "filler"
+    file.write_bytes(bytes(shutil.disk_usage(folder).free - leave))
+    return file
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(tiny, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, tiny: Path) -> Path:
+    """The same checkpoint in files of at most 1 MB, with an index."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "sharded", ignore=shutil.ignore_patterns("*.safetensors")))
+    model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    return json.loads((folder / INDEX_FILE).read_text())["weight_map"]

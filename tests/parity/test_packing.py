@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cache.build import CacheBuilder
 from cache.progress import Silent
@@ -20,7 +18,8 @@ from train.features import features_on
 from train.lora import add_lora
 from train.loss import pack_logits, pack_loss
 from train.model import load_language_model
-from train.pack import Pack, build_pack, split_into_packs
+from train.pack import Pack, build_pack
+from train.prefix_tree import sharing_order, symbols_of
 from train.run import Inputs
 from train.sample import Sample
 
@@ -43,10 +42,19 @@ def setup(data_dir: Path, make_config: Callable[..., PipelineConfig]) -> tuple[A
     return model.train(), inputs, samples
 
 
-def _pack(samples: list[Sample], inputs: Inputs) -> tuple[Pack, list[Any]]:
+def _pack(samples: list[Sample], inputs: Inputs, *, share: bool = False) -> tuple[Pack, list[Any]]:
     distinct = {image.key: image for sample in samples for image in sample.images}
     places = {key: place for place, key in enumerate(distinct)}
-    pack = build_pack(samples, places, image_token_id=inputs.image_token_id, merge_size=inputs.processor.merge_size)
+    symbols = symbols_of(samples, inputs.image_token_id)
+    pack = build_pack(
+        samples,
+        symbols,
+        sharing_order(symbols) if share else range(len(samples)),
+        places,
+        image_token_id=inputs.image_token_id,
+        merge_size=inputs.processor.merge_size,
+        share=share,
+    )
     return pack, features_on(CPU, [inputs.source.load(image) for image in distinct.values()], None)
 
 
@@ -109,21 +117,6 @@ def test_features_reach_their_own_sample_only(setup: tuple[Any, Inputs, list[Sam
     end = int(pack.visible_until[0])
     assert not torch.equal(before[:end], after[:end])
     assert torch.equal(before[end:], after[end:])
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
-    budget=st.integers(1, 120),
-)
-@settings(max_examples=200, deadline=None)
-def test_cutting_keeps_order_and_budget(lengths: list[int], budget: int) -> None:
-    runs = split_into_packs(lengths, budget)
-    assert [index for run in runs for index in run] == list(range(len(lengths)))
-    for run, following in zip(runs, [*runs[1:], None], strict=True):
-        total = sum(lengths[index] for index in run)
-        assert total <= budget or len(run) == 1
-        if following is not None:
-            assert total + lengths[following[0]] > budget
 
 
 def test_positions_are_the_stock_models(setup: tuple[Any, Inputs, list[Sample]], tiny: Path) -> None:

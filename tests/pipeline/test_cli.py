@@ -1,30 +1,23 @@
-"""The whole small job as a user types it: every verb, every dataset format, dry runs, wrong options, signals."""
+"""The whole small job as a user types it: every verb, every dataset format, dry runs, wrong options."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-import yaml
 
 from pipeline.cli import app
 from pipeline.config import load_config
 
-CONSOLE_SCRIPT = Path(sys.executable).with_name("pipeline")
-
 # A change here is a change of what users' scripts rely on: it belongs into the change log.
 VERBS = """\
 cache: --config -c --split --set -s --dry-run
+demo: --output
 eval: --config -c --split --adapter --base --live --set -s
 merge: --config -c --output --adapter --push-to-hub --set -s
 predict: --prompt --image --config -c --model --adapter --base --system --set -s
@@ -117,7 +110,7 @@ def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., 
     config = sample_config(output_dir=str(finished_run), train={"max_steps": 2, "report_to": ["tensorboard"]})
 
     first = run("cache", "--config", config, "--split", "train")
-    assert (first.code, "split train: 37 records, 10 distinct images" in first.out) == (0, True), first.err
+    assert (first.code, "split train: 37 records, 8 distinct images" in first.out) == (0, True), first.err
     again = run("cache", "--config", config, "--split", "train")
     assert (again.code, "encoded now      0 images" in again.out) == (0, True)
     assert run("cache", "--config", config, "--split", "val").code == 0
@@ -234,119 +227,11 @@ def test_dry_runs_spend_nothing(
     trained = run("train", "--config", config, "--dry-run")
 
     assert cached.code == 0, cached.err
-    assert "to encode   10 images" in cached.out
+    assert "to encode   8 images" in cached.out
     assert trained.code == 0, trained.err
     assert "37 samples, 0 records left out" in trained.out
     assert not (tmp_path / "features").exists()
     assert not (tmp_path / "run").exists()
-
-
-def _console(*args: object, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [CONSOLE_SCRIPT, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-        **options,
-    )
-
-
-def test_the_console_script_tells_a_mistake_without_a_traceback(sample_config: Callable[..., Path]) -> None:
-    process = _console("train", "--config", sample_config(), "--set", "train.lora.rank=3")
-    out, err = process.communicate(timeout=60)
-
-    assert process.returncode == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 2
-
-
-def _stop_when(process: subprocess.Popen[str], ready: Callable[[], bool], *, group: bool = False) -> tuple[int, str]:
-    """Send SIGTERM once `ready`, to the process or, as a scheduler does, to its whole group."""
-    deadline = time.monotonic() + 90
-    while not ready() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert process.poll() is None, process.communicate()[1]
-    if group:
-        os.killpg(process.pid, signal.SIGTERM)
-    else:
-        process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    return process.returncode, err
-
-
-def _many_images(folder: Path, data_dir: Path, count: int) -> Path:
-    """A split of many distinct images that takes seconds to cache."""
-    from PIL import Image
-
-    folder.mkdir()
-    source = Image.open(data_dir / "images" / "lounge.jpg").convert("RGB")
-    rows = []
-    for number in range(count):
-        copy = source.copy()
-        copy.putpixel((0, 0), (number % 256, number // 256, 7))
-        copy.save(folder / f"{number}.png")
-        rows.append({"image": f"{number}.png", "question": "What?", "answer": "Chairs."})
-    file = folder / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-@pytest.mark.parametrize(("group", "workers"), [(False, 0), (True, 1)])
-def test_sigterm_while_caching_keeps_what_is_committed(
-    run: Callable[..., Any],
-    write_config: Callable[..., Path],
-    data_dir: Path,
-    tmp_path: Path,
-    group: bool,
-    workers: int,
-) -> None:
-    split = _many_images(tmp_path / "many", data_dir, 300)
-    # Small shards, so that some are committed early.
-    config = write_config({"train": str(split)}, cache={"shard_size": 500_000, "num_workers": workers})
-    features = tmp_path / "run" / "features"
-
-    process = _console("cache", "--config", config, "--split", "train")
-    code, err = _stop_when(process, lambda: len(list(features.glob("*/shards/*.json"))) >= 2, group=group)
-
-    assert code == 143, err
-    assert "Traceback" not in err
-    assert "run the same command to go on" in err
-    kept = sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
-    assert 0 < kept < 300
-    finished = run("cache", "--config", config, "--split", "train")
-    assert finished.code == 0, finished.err
-    assert f"encoded now      {300 - kept} images" in finished.out
-
-
-@pytest.mark.parametrize(("group", "workers"), [(False, 0), (True, 1)])
-def test_sigterm_while_training_leaves_a_checkpoint_to_go_on_from(
-    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path, group: bool, workers: int
-) -> None:
-    config = sample_config(
-        train={"max_steps": 2000, "eval_split": None, "dataloader_num_workers": workers, "save_steps": 1000},
-        cache={"max_pixels": 64 * 64},
-    )
-    assert run("cache", "--config", config, "--split", "train").code == 0
-    metrics = tmp_path / "run" / "metrics.jsonl"
-
-    process = _console("train", "--config", config, "--from-cache")
-    code, err = _stop_when(process, lambda: metrics.exists() and metrics.stat().st_size > 0, group=group)
-
-    assert code == 143, err
-    assert "Traceback" not in err
-    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    step = int(checkpoint.name.rpartition("-")[2])
-    raw = yaml.safe_load(config.read_text())
-    raw["train"] |= {"max_steps": step + 1, "dataloader_num_workers": 0}
-    config.write_text(yaml.safe_dump(raw))
-    resumed = run("train", "--config", config, "--from-cache")
-    assert resumed.code == 0, resumed.err
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, step + 2))
 
 
 def test_a_half_written_checkpoint_is_not_gone_on_from(
@@ -364,9 +249,7 @@ def test_a_half_written_checkpoint_is_not_gone_on_from(
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_run_folder_of_another_run_is_refused(
-    run: Callable[..., Any], sample_config: Callable[..., Path]
-) -> None:
+def test_the_run_folder_of_another_run_is_refused(run: Callable[..., Any], sample_config: Callable[..., Path]) -> None:
     config = sample_config("stages.jsonl", train={"max_steps": 1, "eval_split": None})
     assert run("cache", "--config", config, "--split", "train").code == 0
     assert run("train", "--config", config, "--from-cache").code == 0

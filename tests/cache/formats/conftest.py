@@ -11,8 +11,7 @@ import torch
 
 from cache.features import VisionFeatures
 from cache.formats import ShardFormat
-
-from ..conftest import assert_same, random_features
+from tests.cache.conftest import assert_same, random_features
 
 KEYS = [f"{number:064x}" for number in range(0xA0, 0xAC)]
 
@@ -59,9 +58,7 @@ class ShardFormatExam:
         reader = self.shard_format.open(path)
         for key, features in zip(KEYS, (strided, rows, turned), strict=False):
             assert_same(reader.read(key), features)
-        alone = VisionFeatures(
-            *(t.clone() for t in (rows.image_embeds, rows.deepstack_features, rows.image_grid_thw))
-        )
+        alone = VisionFeatures(*(t.clone() for t in (rows.image_embeds, rows.deepstack_features, rows.image_grid_thw)))
         (tmp_path / "alone").mkdir()
         (tmp_path / "slice").mkdir()
         assert self.written(tmp_path / "slice", rows).stat().st_size == (
@@ -100,7 +97,7 @@ class ShardFormatExam:
         with pytest.raises(KeyError):
             reader.read(key)
 
-    def test_a_truncated_shard_is_refused_or_gives_what_was_written(self, tmp_path: Path) -> None:
+    def test_a_truncated_shard_is_refused(self, tmp_path: Path) -> None:
         features = [random_features(n) for n in range(3)]
         path = self.written(tmp_path, *features)
         whole = path.read_bytes()

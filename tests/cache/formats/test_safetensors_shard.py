@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from cache.formats import SafetensorsFormat
+from tests.cache.conftest import random_features
 
-from ..conftest import random_features
 from .conftest import KEYS, ShardFormatExam
 
 

@@ -1,0 +1,156 @@
+"""SIGKILL at any moment: what is listed is whole, and the same command ends where an undisturbed run ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.atomic import TEMPORARY_MARK
+from cache.formats import SafetensorsFormat
+from cache.reader import FeatureCache, fingerprint_folders
+from pipeline.config import PipelineConfig
+
+from .conftest import SILENT, assert_same, assert_same_entries, builder_of, committed_keys
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_step(step: int) -> None:
+    """Die before the `step`-th flush or rename: these are all the steps between which a commit can be cut."""
+    steps = iter(range(1, step + 1))
+
+    def counted(call: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(*args: Any) -> None:
+            if next(steps) == step:
+                die()
+            call(*args)
+
+        return wrapped
+
+    os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+
+
+def die_halfway_through_a_shard(number: int) -> None:
+    """Die when half the bytes of the `number`-th shard are written."""
+    write, shards = SafetensorsFormat.write, iter(range(1, number + 1))
+
+    def half(self: SafetensorsFormat, path: Path, entries: Any) -> None:
+        write(self, path, entries)
+        if next(shards) == number:
+            os.truncate(path, path.stat().st_size // 2)
+            die()
+
+    SafetensorsFormat.write = half  # type: ignore[method-assign]
+
+
+def run_in_child(config: PipelineConfig, arm: Callable[[int], None] | None, value: int, *, after: float = 0) -> bool:
+    """Cache in a process that is killed; returns whether it was killed before it was done."""
+
+    def work() -> None:
+        if arm is not None:
+            arm(value)
+        builder_of(config).run("train", SILENT)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of fork beside threads
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+    if arm is None:
+        time.sleep(after)
+        child.kill()
+    child.join(60)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def assert_sound(folder: Path, whole: FeatureCache) -> None:
+    """Whatever is listed can be read, equals the undisturbed run, and is listed once."""
+    for found in fingerprint_folders(folder):
+        cache = FeatureCache(found)
+        assert committed_keys(found) == cache.keys()
+        for key in cache.keys():  # noqa: SIM118  (not a mapping)
+            assert_same(cache.read(key), whole.read(key))
+
+
+def assert_recovers(config: PipelineConfig, whole: FeatureCache) -> None:
+    assert_sound(config.cache_dir, whole)
+    before = len(committed_keys(config.cache_dir))
+    summary = builder_of(config).run("train", SILENT)
+    assert summary.encoded_images == len(whole) - before
+    assert_same_entries(summary.folder, whole.folder)
+    assert committed_keys(summary.folder) == whole.keys()
+    assert [i.path for i in FeatureCache(summary.folder).split("train").images] == [
+        i.path for i in whole.split("train").images
+    ]
+
+
+def moved(config: PipelineConfig, folder: Path) -> PipelineConfig:
+    return config.model_copy(update={"cache": config.cache.model_copy(update={"dir": folder})})
+
+
+def test_death_at_every_step_of_the_commits(tmp_path: Path, cached: Any) -> None:
+    whole, config = FeatureCache(cached[0].folder), cached[1]
+    step, kept = 1, set()
+    while run_in_child(moved(config, tmp_path / str(step)), die_at_step, step):
+        kept.add(len(committed_keys(tmp_path / str(step))))
+        assert_recovers(moved(config, tmp_path / str(step)), whole)
+        step += 1
+    shards = len(list((whole.folder / "shards").glob("*.json")))
+    assert step == 1 + 3 * (2 * shards + 2), "manifest and split list, then shard and index of each shard"
+    assert {0, len(whole)} <= kept
+    assert len(kept) == shards + 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_death_in_the_middle_of_a_shard(tmp_path: Path, cached: Any, number: int) -> None:
+    whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
+    assert run_in_child(config, die_halfway_through_a_shard, number)
+    left = [file.name for file in config.cache_dir.rglob(f"*{TEMPORARY_MARK}*")]
+    assert len(left) == 1
+    assert left[0] not in "".join(file.read_text() for file in config.cache_dir.rglob("*.json"))
+    assert_recovers(config, whole)
+
+
+def test_many_deaths_in_a_row(tmp_path: Path, cached: Any) -> None:
+    whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
+    dice, deaths = random.Random(0), 0
+    while run_in_child(config, die_at_step, dice.randint(6, 10)):
+        deaths += 1
+        assert_sound(config.cache_dir, whole)
+        assert deaths < 20, "no run gets any further"
+    assert deaths > 1
+    assert_recovers(config, whole)
+
+
+def deaths_in_time(tmp_path: Path, cached: Any, count: int, seed: int) -> None:
+    whole, config = FeatureCache(cached[0].folder), cached[1]
+    started = time.perf_counter()
+    run_in_child(moved(config, tmp_path / "timed"), lambda _: None, 0)
+    whole_time = time.perf_counter() - started
+    dice = random.Random(seed)
+    for number in range(count):
+        this = moved(config, tmp_path / str(number))
+        run_in_child(this, None, 0, after=dice.uniform(0, whole_time))
+        assert_recovers(this, whole)
+
+
+def test_death_at_some_instants(tmp_path: Path, cached: Any) -> None:
+    deaths_in_time(tmp_path, cached, 6, seed=1)
+
+
+@pytest.mark.soak
+def test_death_at_many_instants(tmp_path: Path, cached: Any) -> None:
+    deaths_in_time(tmp_path, cached, 200, seed=2)
