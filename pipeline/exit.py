@@ -34,7 +34,12 @@ _UsageError: type[BaseException] = next(
 )
 _USERS_FILES = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 # Libraries that write through C++ or Rust report a full disk by their own exceptions, without an errno.
-_DISK_FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+_DISK_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "PytorchStreamWriter failed writing",
+    ". unexpected pos ",
+)
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 

@@ -45,6 +45,9 @@ class TrainConfig(Section):
     tokens_per_pack: int = Field(default=8192, gt=0)
     """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own).
     Bounds memory; does not change the result."""
+    order: Literal["sample", "image"] = "sample"
+    """`sample`: rows in random order. `image`: the rows of one image come together, images in random order, so that a
+    step reads an image once for all its questions; steps are less random then (docs/data.md)."""
     share_prefixes: bool = True
     """Samples of a step whose tokens and images are identical up to some point share that prefix: it is computed once.
     Does not change the result."""
@@ -64,6 +67,11 @@ class TrainConfig(Section):
     """Gradients are clipped to this norm; 0 turns clipping off."""
     optim: str = "adamw_torch_fused"
     """Optimizer, any name that transformers knows."""
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """How packs attend: `flex` skips what the mask excludes (GPUs only), `sdpa` uses a dense mask. `auto`: flex where
+    there is a GPU."""
+    torch_compile: bool | None = None
+    """Compile the decoder layers: costs time at the start and saves it in every step. Default: where there is a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
     dataloader_num_workers: int = Field(default=2, ge=0)

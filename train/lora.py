@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from cache.errors import ConfigError
 from train.config import LoraConfig
@@ -91,13 +91,24 @@ def load_adapter(model: Any, adapter: Path | None) -> Any:
             where=str(adapter),
             do="save it again with safetensors",
         )
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     try:
-        return PeftModel.from_pretrained(model, str(adapter))
+        loaded = PeftModel.from_pretrained(model, str(adapter))
+        with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+            stored = set(file.keys())
     except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise ConfigError(
             f"the adapter does not fit the model, or is damaged: {error}",
             where=str(adapter),
             do="name an adapter that was trained on this model",
         ) from error
+    # PEFT passes over tensors that the model has no place for.
+    lost = stored - get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    if lost:
+        raise ConfigError(
+            f"the adapter does not fit the model: {len(lost)} of its tensors have no place there, e.g. {min(lost)}",
+            where=str(adapter),
+            do="name an adapter that was trained on this model",
+        )
+    return loaded

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from cache.features import VisionFeatures
-from train.attention import dense_mask
 from train.model import mm_encoder_outputs
 from train.pack import Pack
 
@@ -28,7 +27,7 @@ def pack_logits(model: Any, pack: Pack, features: Sequence[VisionFeatures]) -> t
     output = model(
         input_ids=pack.input_ids,
         position_ids=pack.position_ids,
-        attention_mask=None if pack.is_causal else dense_mask(pack.visible_until),
+        attention_mask=pack.attention_mask(),
         mm_encoder_outputs=mm_encoder_outputs([features[place] for place in pack.images]),
         logits_to_keep=pack.target_positions,
         use_cache=False,

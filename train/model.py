@@ -12,6 +12,7 @@ from cache.checkpoint import load_hf_config
 from cache.config import ModelConfig
 from cache.errors import ConfigError, ResourceError
 from cache.features import VisionFeatures
+from train.attention import register
 from train.config import TrainConfig
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,6 +24,37 @@ def training_device(config: TrainConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def uses_flex(config: TrainConfig, device: torch.device) -> bool:
+    """Whether packs are made for flex_attention.
+
+    Raises:
+        ConfigError: it was asked for where there is no GPU.
+    """
+    if config.attention == "flex" and device.type != "cuda":
+        raise ConfigError("train.attention: flex needs a GPU", do="use auto or sdpa")
+    return config.attention != "sdpa" and device.type == "cuda"
+
+
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context in which the model runs outside of the Trainer, the same that the Trainer uses inside."""
+    dtype = PRECISIONS[config.precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=config.precision != "fp32")
+
+
+def prepare_for_training(model: Any, config: TrainConfig, device: torch.device) -> None:
+    """Set a PEFT model up for speed, in place. The numbers are those of the same operations in the same dtypes."""
+    if config.precision != "fp32" and device.type == "cuda":
+        for module in model.modules():
+            # Under autocast the products run in low precision anyway; PEFT's own cast of every input to the adapter's
+            # fp32 would only be undone by it.
+            if hasattr(module, "lora_A"):
+                module.cast_input_dtype_enabled = False
+    wanted = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
+    if wanted:
+        for layer in model.get_base_model().model.language_model.layers:
+            layer.compile()
 
 
 def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
@@ -96,7 +128,7 @@ def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.devi
             model.name_or_path,
             revision=model.revision,
             dtype=PRECISIONS[config.precision],
-            attn_implementation="sdpa",
+            attn_implementation=register(),
             quantization_config=_quantization(config),
             device_map={"": device},
             trust_remote_code=False,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
+from train.attention import BLOCK_SIZE, BlockLayout, dense_mask
 from train.prefix_tree import Node, Symbols, build_forest, shared_length
 from train.sample import Sample, widen, widths
 from train.sample import Sequence as Widened
@@ -29,6 +31,7 @@ class Pack:
         target_weights: (T,) float32.
         images: for each image of the row, in order, its place in the step's list of distinct images.
         is_causal: the whole row is one chain, so a plain causal mask does.
+        blocks: the block mask's layout; present where rows are made for flex_attention.
     """
 
     input_ids: torch.Tensor
@@ -39,16 +42,23 @@ class Pack:
     target_weights: torch.Tensor
     images: tuple[int, ...]
     is_causal: bool
+    blocks: BlockLayout | None = None
 
     def map_tensors(self, how: str, *args: object, **kwargs: object) -> Pack:
         """A copy in which the method `how` was called on every tensor (`pin_memory`, `to`)."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Pack(
-            **{
-                name: getattr(value, how)(*args, **kwargs) if isinstance(value, torch.Tensor) else value
-                for name, value in values.items()
-            }
-        )
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = getattr(value, how)(*args, **kwargs)
+            elif isinstance(value, BlockLayout):
+                values[name] = value.map_tensors(how, *args, **kwargs)
+        return Pack(**values)
+
+    def attention_mask(self) -> torch.Tensor | BlockMask | None:
+        """What the model takes: a block mask where there is a layout, none for one chain, else a dense mask."""
+        if self.blocks is not None:
+            return self.blocks.block_mask(self.visible_until)
+        return None if self.is_causal else dense_mask(self.visible_until)
 
 
 def split_into_packs(
@@ -89,6 +99,7 @@ def build_pack(
     image_token_id: int,
     merge_size: int,
     share: bool,
+    blocks: bool = False,
 ) -> Pack:
     """Lay a run of samples out in one row.
 
@@ -99,12 +110,15 @@ def build_pack(
         samples, symbols: the step's, see prefix_tree.symbols_of.
         run: indices of those in this row, neighbours sharing prefixes.
         image_places: image key -> place in the step's list of distinct images.
+        blocks: pad the row to whole blocks and lay out its block mask.
     """
     row = _Row(samples, image_places, image_token_id, merge_size)
     forest = build_forest(symbols, run, share=share)
     for node in forest:
         row.add(node, before=-1)
-    return row.finish(is_causal=len(forest) == 1 and _is_chain(forest[0]))
+    if blocks:
+        row.pad_to_blocks()
+    return row.finish(is_causal=len(forest) == 1 and _is_chain(forest[0]), blocks=blocks)
 
 
 class _Row:
@@ -166,18 +180,30 @@ class _Row:
         self._target_ids.append(wide.input_ids[first:last][places])
         self._target_weights.append(weights[places].astype(np.float32))
 
-    def finish(self, *, is_causal: bool) -> Pack:
+    def pad_to_blocks(self) -> None:
+        """Fill up the last block with tokens that see and are seen by nobody else."""
+        missing = -self._length % BLOCK_SIZE
+        if missing:
+            filler = 0 if self._image_token_id else 1
+            self._ids.append(np.full(missing, filler))
+            self._positions.append(np.zeros((3, missing), dtype=np.int64))
+            self._until.append(np.arange(self._length, self._length + missing) + 1)
+            self._length += missing
+
+    def finish(self, *, is_causal: bool, blocks: bool) -> Pack:
         """The row as tensors."""
+        until = np.concatenate(self._until)
         running = np.arange(self._length)[None]
         return Pack(
             input_ids=torch.from_numpy(np.concatenate(self._ids))[None],
             position_ids=torch.from_numpy(np.concatenate([running, np.concatenate(self._positions, axis=1)]))[:, None],
-            visible_until=torch.from_numpy(np.concatenate(self._until)),
+            visible_until=torch.from_numpy(until),
             target_positions=torch.from_numpy(np.concatenate(self._target_positions)),
             target_ids=torch.from_numpy(np.concatenate(self._target_ids)),
             target_weights=torch.from_numpy(np.concatenate(self._target_weights)),
             images=tuple(self._images),
             is_causal=is_causal,
+            blocks=BlockLayout.of(until) if blocks else None,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from train.dataset import KnownImages, SampleBuilder, Samples
 from train.evaluate import Evaluation, Evaluator, weighted_loss
 from train.features import CachedSource, FeatureSource, LiveSource
 from train.lora import add_lora, load_adapter
-from train.model import load_language_model, training_device
+from train.model import autocast, load_language_model, prepare_for_training, training_device, uses_flex
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, read_run, save_folder, write_run
 from train.step import StepDataset
 
@@ -42,6 +41,8 @@ logger = logging.getLogger("train")
 _FREE = {
     "tokens_per_pack",
     "share_prefixes",
+    "attention",
+    "torch_compile",
     "gradient_checkpointing",
     "dataloader_num_workers",
     "dataloader_pin_memory",
@@ -149,7 +150,9 @@ class Inputs:
             image_token_id=self.image_token_id,
             merge_size=self.processor.merge_size,
             seed=config.seed if shuffle else None,
+            order=config.order,
             share_prefixes=config.share_prefixes,
+            blocks=uses_flex(config, training_device(config)),
             rank=rank,
             world_size=world_size,
         )
@@ -220,9 +223,10 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     tower = None if job.from_cache else load_tower(job, device)
     steps = inputs.steps(held_out, job.train, shuffle=False)
     batches = (steps[0, number] for number in range(len(steps)))
-    totals = weighted_loss(model, batches, device, tower, contextlib.nullcontext)
+    totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device))
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
-    result = evaluator.run(model, prompts, progress)
+    with autocast(job.train, device):
+        result = evaluator.run(model, prompts, progress)
     return Evaluation({"loss": float(totals[0] / totals[1]), **result.scores}, result.predictions)
 
 
@@ -272,6 +276,7 @@ def _make_trainer(
     device = training_device(job.train)
     model = load_language_model(job.model, job.train, device)
     model = add_lora(model, job.train.lora, seed=job.train.seed)
+    prepare_for_training(model, job.train, device)
     tower = None
     if not job.from_cache:
         tower = load_tower(job, device)
@@ -296,7 +301,12 @@ def _generation_metrics(
     split = job.train.eval_split
     prompts = inputs.samples.prompts(split, inputs.known(split, Silent()), Silent())
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
-    return lambda model: evaluator.run(model, prompts, Silent()).scores
+
+    def scores(model: Any) -> dict[str, float]:
+        with autocast(job.train, next(model.parameters()).device):
+            return evaluator.run(model, prompts, Silent()).scores
+
+    return scores
 
 
 def _has_eval_split(job: Job) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cache.pixels import leave_signals_to_parent
 from train.features import FeatureSource, StepImage
+from train.order import Order, epoch_order
 from train.pack import Pack, build_pack, split_into_packs
 from train.prefix_tree import sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
@@ -59,7 +60,8 @@ class StepDataset(Dataset[Step]):
         tokens_per_pack: see TrainConfig.
         image_token_id, merge_size: of the model.
         seed: of the order; None keeps the dataset's order.
-        share_prefixes: see TrainConfig.
+        order, share_prefixes: see TrainConfig.
+        blocks: make rows for flex_attention.
         rank, world_size: this process's share is every world_size-th sample of a step, from rank on.
     """
 
@@ -73,14 +75,17 @@ class StepDataset(Dataset[Step]):
         image_token_id: int,
         merge_size: int,
         seed: int | None,
+        order: Order = "sample",
         share_prefixes: bool = True,
+        blocks: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self._samples, self._source = samples, source
         self._batch, self._budget = effective_batch_size, tokens_per_pack
         self._image_token_id, self._merge_size = image_token_id, merge_size
-        self._share = share_prefixes
+        self._share, self._blocks = share_prefixes, blocks
+        self._by: Order = order
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.empty(0, dtype=np.int64))
 
@@ -98,7 +103,7 @@ class StepDataset(Dataset[Step]):
         if self._order[0] != epoch:
             order = np.arange(len(self._samples))
             if self._seed is not None:
-                order = np.random.default_rng((self._seed, epoch)).permutation(len(self._samples))
+                order = epoch_order(self._samples, self._by, seed=self._seed, epoch=epoch)
             self._order = (epoch, order)
         return [int(i) for i in self._order[1][step * self._batch : (step + 1) * self._batch]]
 
@@ -114,7 +119,9 @@ class StepDataset(Dataset[Step]):
         order = sharing_order(symbols) if self._share else list(range(len(mine)))
         model = {"image_token_id": self._image_token_id, "merge_size": self._merge_size}
         runs = split_into_packs(mine, symbols, order, tokens_per_pack=self._budget, share=self._share, **model)
-        packs = [build_pack(mine, symbols, run, places, share=self._share, **model) for run in runs]
+        packs = [
+            build_pack(mine, symbols, run, places, share=self._share, blocks=self._blocks, **model) for run in runs
+        ]
         return Step(
             packs=tuple(packs),
             images=tuple(self._source.load(image) for image in distinct.values()),
@@ -129,16 +136,7 @@ class StepDataset(Dataset[Step]):
         """For a process without a sample in a short step: it must still take part in the reduction of gradients."""
         step = self._build(samples, samples[:1])
         (pack,) = step.packs
-        silent = Pack(
-            pack.input_ids,
-            pack.position_ids,
-            pack.visible_until,
-            pack.target_positions,
-            pack.target_ids,
-            torch.zeros_like(pack.target_weights),
-            pack.images,
-            pack.is_causal,
-        )
+        silent = replace(pack, target_weights=torch.zeros_like(pack.target_weights))
         return Step((silent,), step.images, step.total_weight, step.num_samples, step.num_image_tokens)
 
 

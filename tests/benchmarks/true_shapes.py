@@ -81,7 +81,7 @@ def make_8b_checkpoint(folder: Path, *, device: str = "cuda") -> Path:
     return folder
 
 
-def make_dataset(folder: Path, *, images: int, questions: int, prompt_words: int = 15, answer_words: int = 45) -> Path:
+def make_dataset(folder: Path, *, images: int, questions: int, prompt_words: int = 12, answer_words: int = 39) -> Path:
     """Drawn JPEGs of 1036x1288 with several questions each, as flat rows; returns the JSONL file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1)

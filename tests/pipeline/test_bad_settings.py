@@ -143,6 +143,14 @@ def test_a_checkpoint_that_lacks_a_tensor(run: Callable[..., Any], cached: Path,
         result.check_refusal(2, "the checkpoint lacks 1 tensors", name)
 
 
+def test_an_adapter_of_another_model(run: Callable[..., Any], cached: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    assert run("train", "--config", cached, "--from-cache").code == 0
+
+    result = run("predict", "--config", cached, "--prompt", "Hi", "--set", f"model={tiny_moe}")
+
+    result.check_refusal(2, "run/adapter: the adapter does not fit the model", "tensors have no place there")
+
+
 def test_a_damaged_adapter(run: Callable[..., Any], cached: Path, tmp_path: Path) -> None:
     assert run("train", "--config", cached, "--from-cache").code == 0
     adapter = tmp_path / "run" / "adapter"

@@ -83,7 +83,8 @@ def test_a_disk_too_small_is_told_before_anything_is_spent(
         OSError(errno.ENOSPC, "No space left on device", "checkpoint-1/optimizer.pt"),
         OSError(errno.EDQUOT, "Disk quota exceeded"),
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/0"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 764544 vs 764436"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
     ],
 )
 def test_a_disk_that_fills_up_while_training(

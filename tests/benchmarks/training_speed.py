@@ -1,0 +1,163 @@
+"""Time of training from the cache at the 8B's true shapes on one GPU; writes a Markdown table.
+
+    python -m tests.benchmarks.training_speed --work /path/on/a/fast/disk --out table.md
+
+Rows are forward and backward of packs made by the training code (LoRA rank 32 on all linear layers, bf16), and the
+whole `pipeline train --from-cache` loop: reading, optimizer, logging. Figures are medians after warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from cache.progress import Silent
+from pipeline.cli import app
+from pipeline.config import load_config
+from pipeline.exit import exit_code_of
+from tests.benchmarks.true_shapes import make_8b_checkpoint, make_dataset
+from train.features import features_on
+from train.lora import add_lora
+from train.loss import pack_loss
+from train.model import autocast, load_language_model, prepare_for_training
+from train.run import Inputs, Job
+
+DEVICE = torch.device("cuda")
+# questions an image, images a step, tokens a pack
+CASES = ((9, 4, 10240), (1, 8, 12288))
+
+
+def main() -> None:
+    """Run everything and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    import transformers
+
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "",
+        "| what | ms / sample | tokens / sample | padding | peak GiB | data wait | first step s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    checkpoint = make_8b_checkpoint(arguments.work / "model-8b")
+    for questions, images, budget in CASES:
+        config = prepare(arguments.work / f"q{questions}", checkpoint, questions, images, budget)
+        for measure in (bare, loop):
+            lines.append(measure(config, questions))
+            gc.collect()
+            torch.cuda.empty_cache()
+        print(*lines[-2:], sep="\n", flush=True)
+    arguments.out.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def prepare(work: Path, checkpoint: Path, questions: int, images: int, budget: int) -> Path:
+    """Dataset, configuration and cache."""
+    work.mkdir(parents=True, exist_ok=True)
+    rows = make_dataset(work, images=images * 4, questions=questions)
+    config = {
+        "model": str(checkpoint),
+        "data": {"splits": {"train": str(rows)}},
+        "output_dir": str(work / "run"),
+        "cache": {"dir": str(work / "features"), "num_workers": 8},
+        "train": {
+            "max_steps": 16,
+            "order": "image",
+            "effective_batch_size": images * questions,
+            "tokens_per_pack": budget,
+            "lora": {"r": 32, "lora_alpha": 64},
+            "dataloader_num_workers": 4,
+            "save_steps": 1000,
+            "report_to": ["none"],
+        },
+    }
+    file = work / "my.yaml"
+    file.write_text(yaml.safe_dump(config))
+    _run("cache", "--config", str(file), "--split", "train")
+    return file
+
+
+def bare(config_file: Path, questions: int) -> str:
+    """Forward and backward of the packs of four steps, again and again."""
+    c = load_config(config_file)
+    inputs = Inputs.open(Job(c.model, c.data, c.cache, c.train, c.eval, c.cache_dir, c.output_dir, True))
+    samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent())
+    dataset = inputs.steps(samples, c.train, shuffle=True)
+    steps = [dataset[0, number] for number in range(4)]
+    model = add_lora(load_language_model(c.model, c.train, DEVICE), c.train.lora, seed=1)
+    prepare_for_training(model, c.train, DEVICE)
+    model.train()
+    held = [
+        (features_on(DEVICE, step.images, None), [pack.map_tensors("to", DEVICE) for pack in step.packs])
+        for step in steps
+    ]
+
+    def run(number: int) -> float:
+        features, packs = held[number % len(held)]
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for pack in packs:
+            with autocast(c.train, DEVICE):
+                loss = pack_loss(model, pack, features)
+            loss.backward()
+        end.record()
+        torch.cuda.synchronize()
+        model.zero_grad(set_to_none=True)
+        return begin.elapsed_time(end)
+
+    started = time.perf_counter()
+    run(0)
+    first = time.perf_counter() - started
+    for number in range(1, 5):
+        run(number)
+    torch.cuda.reset_peak_memory_stats()
+    times = [run(number) for number in range(8)]
+    count = steps[0].num_samples
+    tokens = sum(p.input_ids.shape[1] for _, packs in held for p in packs) / sum(s.num_samples for s in steps)
+    padding = _padding([p for _, packs in held for p in packs])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    rate = statistics.median(times) / count
+    return f"| {questions} an image, packs | {rate:.1f} | {tokens:.0f} | {padding:.1%} | {peak:.1f} | | {first:.0f} |"
+
+
+def loop(config_file: Path, questions: int) -> str:
+    """`pipeline train --from-cache`, median of the last steps."""
+    torch.cuda.reset_peak_memory_stats()
+    _run("train", "--config", str(config_file), "--from-cache")
+    output = load_config(config_file).output_dir
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "samples_per_second" in line][-8:]
+    rate = 1000 / statistics.median(line["samples_per_second"] for line in last)
+    wait = statistics.median(line["data_wait_share"] for line in last)
+    return f"| {questions} an image, whole loop | {rate:.1f} | | | {last[-1]['peak_memory_gib']:.1f} | {wait:.1%} | |"
+
+
+def _padding(packs: list[Any]) -> float:
+    """Share of positions that are there only to fill up a block."""
+    total = sum(pack.input_ids.shape[1] for pack in packs)
+    index = [torch.arange(pack.input_ids.shape[1], device=DEVICE) for pack in packs]
+    alone = sum(
+        int(((pack.visible_until == i + 1) & (pack.position_ids[1:, 0].sum(0) == 0)).sum())
+        for pack, i in zip(packs, index, strict=True)
+    )
+    return alone / total
+
+
+def _run(*arguments: str) -> None:
+    code = exit_code_of(lambda: app(list(arguments), standalone_mode=False))
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
