@@ -15,7 +15,7 @@ from pipeline.exit import configure_logging, exit_code_of, stop_request
 if TYPE_CHECKING:
     from cache.build import Summary
     from pipeline.config import PipelineConfig
-    from train.run import Job
+    from train.job import Job
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -107,7 +107,7 @@ def evaluate(
     """Loss and generated answers on a split, from the cache. Writes predictions.jsonl and metrics.json."""
     from cache.atomic import write_text
     from pipeline.progress import Bar
-    from train.run import run_evaluation
+    from train.evaluate_split import run_evaluation
 
     settings = _load(config, overrides)
     job = _job(settings, from_cache=not live)
@@ -202,7 +202,7 @@ def _load(config: Path, overrides: list[str] | None) -> PipelineConfig:
 
 
 def _job(settings: PipelineConfig, *, from_cache: bool) -> Job:
-    from train.run import Job
+    from train.job import Job
 
     return Job(
         settings.model,

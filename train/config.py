@@ -57,8 +57,16 @@ class TrainConfig(Section):
     """Optimizer steps in all; overrides num_train_epochs when positive."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
-    lr_scheduler_type: str = "cosine"
-    """Schedule, any name that transformers knows."""
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ] = "cosine"
+    """Schedule of the learning rate after the warm-up, transformers' names."""
     warmup_steps: float = Field(default=0.03, ge=0)
     """Steps of linear warm-up; below 1, that share of all steps."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -37,7 +37,8 @@ def merge(model: ModelConfig, train: TrainConfig, *, adapter: Path, output: Path
 
     Args:
         output: a folder that does not exist yet.
-        push_to_hub: repository to upload to with the Hub client's own credentials.
+        push_to_hub: repository to upload the merged folder to, made private if it is new, with the Hub client's own
+            credentials.
 
     Raises:
         ConfigError: `output` exists, or model or adapter cannot be loaded.
@@ -48,8 +49,7 @@ def merge(model: ModelConfig, train: TrainConfig, *, adapter: Path, output: Path
     merged = load_adapter(base, adapter).merge_and_unload()
     save_folder(output, lambda folder: _save(merged, model, folder))
     if push_to_hub is not None:
-        merged.push_to_hub(push_to_hub)
-        _push_companions(output, push_to_hub)
+        _push(output, push_to_hub)
     return output
 
 
@@ -61,7 +61,8 @@ def _save(merged: Any, model: ModelConfig, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
-def _push_companions(folder: Path, repository: str) -> None:
-    from huggingface_hub import upload_folder
+def _push(folder: Path, repository: str) -> None:
+    from huggingface_hub import create_repo, upload_folder
 
-    upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(COMPANION_FILES))
+    create_repo(repository, exist_ok=True, private=True)
+    upload_folder(repo_id=repository, folder_path=str(folder))

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cache.atomic import write_text
 from cache.bad_records import list_rejected
-from cache.checkpoint import load_hf_config
-from cache.config import CacheConfig, DataConfig, ModelConfig
 from cache.errors import ConfigError, StoppedError
-from cache.fingerprint import expected_fingerprint
-from cache.preprocess import ImageProcessor
 from cache.progress import Progress, Silent
-from cache.reader import FeatureCache, find_cache
-from cache.records import Record
 from cache.vision_tower import VisionTower
-from train.chat import ChatEncoder
-from train.config import EvalConfig, TrainConfig
-from train.dataset import KnownImages, SampleBuilder, Samples
-from train.evaluate import Evaluation, Evaluator, weighted_loss
-from train.features import CachedSource, FeatureSource, LiveSource
-from train.lora import add_lora, load_adapter
-from train.model import autocast, load_language_model, prepare_for_training, training_device, uses_flex
+from train.dataset import Samples
+from train.evaluate import Evaluator
+from train.inputs import Inputs, load_tower
+from train.job import Job
+from train.lora import add_lora
+from train.model import autocast, load_language_model, prepare_for_training, training_device
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, read_run, save_folder, write_run
 from train.step import StepDataset
 
@@ -36,126 +26,6 @@ if TYPE_CHECKING:
     from train.trainer import StepTrainer
 
 logger = logging.getLogger("train")
-
-# Settings that may change between two starts of one run: they do not decide what is learned.
-_FREE = {
-    "tokens_per_pack",
-    "share_prefixes",
-    "attention",
-    "torch_compile",
-    "gradient_checkpointing",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "dataloader_persistent_workers",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "save_total_limit",
-    "num_train_epochs",
-    "max_steps",
-    "resume",
-    "report_to",
-    "device",
-    "tf32",
-    "eval_split",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The sections of the configuration that a run needs.
-
-    Attributes:
-        cache_dir: the cache's folder.
-        output_dir: the run folder.
-        from_cache: train from the cache; else the tower runs in every step.
-    """
-
-    model: ModelConfig
-    data: DataConfig
-    cache: CacheConfig
-    train: TrainConfig
-    eval: EvalConfig
-    cache_dir: Path
-    output_dir: Path
-    from_cache: bool
-
-    def settings(self) -> dict[str, Any]:
-        """Everything that decides the result, flat; what a resumed run must agree on."""
-        train = {k: v for k, v in self.train.model_dump(mode="json").items() if k not in _FREE}
-        lora = train.pop("lora")
-        return {
-            "model": self.model.name_or_path,
-            "revision": self.model.revision,
-            "from_cache": self.from_cache,
-            "data.train": self.data.splits[self.train.split].path if self.train.split in self.data.splits else None,
-            **{f"cache.{k}": getattr(self.cache, k) for k in ("dtype", "min_pixels", "max_pixels")},
-            **{f"train.{k}": v for k, v in train.items()},
-            **{f"train.lora.{k}": v for k, v in lora.items()},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What the data side of a run needs: tokens, images, and where features come from."""
-
-    image_token_id: int
-    processor: ImageProcessor
-    samples: SampleBuilder
-    cache: FeatureCache | None
-    source: FeatureSource
-    max_image_pixels: int
-
-    @classmethod
-    def open(cls, job: Job) -> Inputs:
-        """Open tokenizer, image processor and cache.
-
-        Raises:
-            ConfigError: the checkpoint lacks something.
-            CacheError: there is no cache for this configuration.
-        """
-        image_token_id = int(load_hf_config(job.model).image_token_id)
-        processor = ImageProcessor.from_checkpoint(job.model, job.cache)
-        encoder = ChatEncoder.from_checkpoint(job.model, image_token_id)
-        cache, limit = None, job.cache.max_image_pixels
-        source: FeatureSource = LiveSource(processor, limit)
-        if job.from_cache:
-            cache = find_cache(
-                job.cache_dir,
-                expected_fingerprint(job.model, job.cache),
-                any_backend=job.cache.image_processor_backend == "auto",
-                verify_checksums=job.cache.verify_checksums,
-            )
-            source = CachedSource(cache)
-        builder = SampleBuilder(encoder, processor.merge_size, job.data)
-        return cls(image_token_id, processor, builder, cache, source, limit)
-
-    def known(self, split: str, progress: Progress) -> Callable[[Sequence[Record]], KnownImages]:
-        """Where keys and grids of a split's images come from: the cache, or the files' headers."""
-        cache = self.cache
-        if cache is not None:
-            return lambda _: KnownImages.of(cache.split(split))
-        return lambda records: KnownImages.scan(records, self.processor, self.max_image_pixels, progress)
-
-    def steps(
-        self, samples: Samples, config: TrainConfig, *, shuffle: bool, rank: int = 0, world_size: int = 1
-    ) -> StepDataset:
-        """The samples as optimizer steps."""
-        return StepDataset(
-            samples.samples,
-            self.source,
-            effective_batch_size=config.effective_batch_size,
-            tokens_per_pack=config.tokens_per_pack,
-            image_token_id=self.image_token_id,
-            merge_size=self.processor.merge_size,
-            seed=config.seed if shuffle else None,
-            order=config.order,
-            share_prefixes=config.share_prefixes,
-            blocks=uses_flex(config, training_device(config)),
-            rank=rank,
-            world_size=world_size,
-        )
 
 
 def run_training(
@@ -188,9 +58,8 @@ def run_training(
     if evaluate and job.train.eval_split is not None:
         held_out = inputs.samples.training(job.train.eval_split, inputs.known(job.train.eval_split, progress), progress)
         eval_steps = inputs.steps(held_out, job.train, shuffle=False, **share)
-    if arguments.process_index == 0:
-        _log_data(samples, train_steps)
-        list_rejected(job.output_dir, job.train.split, samples.rejected)
+        _log_data(job, arguments, job.train.eval_split, held_out)
+    _log_data(job, arguments, job.train.split, samples)
     trainer = _make_trainer(job, inputs, arguments, train_steps, eval_steps, should_stop)
     if checkpoint is not None:
         logger.info("going on from %s", checkpoint)
@@ -203,31 +72,8 @@ def run_training(
         return None
     adapter = job.output_dir / ADAPTER
     save_folder(adapter, lambda folder: trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder)))
-    write_run(job.output_dir, job.settings(), finished_steps=result.global_step)
+    write_run(job.output_dir, job.settings(), finished=job.length())
     return adapter
-
-
-def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progress) -> Evaluation:
-    """Loss and generated answers on a split.
-
-    Args:
-        adapter: None for the bare model.
-    """
-    inputs = Inputs.open(job)
-    known = inputs.known(split, progress)
-    held_out = inputs.samples.training(split, known, progress)
-    prompts = inputs.samples.prompts(split, known, progress)
-    list_rejected(job.output_dir, split, held_out.rejected)
-    device = training_device(job.train)
-    model = load_adapter(load_language_model(job.model, job.train, device), adapter)
-    tower = None if job.from_cache else load_tower(job, device)
-    steps = inputs.steps(held_out, job.train, shuffle=False)
-    batches = (steps[0, number] for number in range(len(steps)))
-    totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device))
-    evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
-    with autocast(job.train, device):
-        result = evaluator.run(model, prompts, progress)
-    return Evaluation({"loss": float(totals[0] / totals[1]), **result.scores}, result.predictions)
 
 
 def describe(job: Job, progress: Progress) -> str:
@@ -245,16 +91,11 @@ def describe(job: Job, progress: Progress) -> str:
     )
 
 
-def load_tower(job: Job, device: torch.device) -> VisionTower:
-    """The vision tower for the live path, on the training device."""
-    return VisionTower.load(job.model, job.cache.model_copy(update={"device": str(device)}))
-
-
 def is_finished(job: Job) -> bool:
     """Whether the run folder holds the finished run of this job."""
     run = read_run(job.output_dir)
     return (
-        run.get("finished_steps") is not None
+        run.get("finished") == job.length()
         and run.get("settings") == job.settings()
         and (job.output_dir / ADAPTER / "adapter_model.safetensors").is_file()
     )
@@ -321,15 +162,18 @@ def _has_eval_split(job: Job) -> bool:
     return False
 
 
-def _log_data(samples: Samples, steps: StepDataset) -> None:
+def _log_data(job: Job, arguments: Any, split: str, samples: Samples) -> None:
+    """Say what a split holds, and list what was left out of it; one process does."""
+    if arguments.process_index:
+        return
     tokens = sum(sample.num_tokens for sample in samples.samples)
-    images = {image.key for sample in samples.samples for image in sample.images}
     logger.info(
-        "%d samples over %d images, %d tokens in all (%.0f a sample), %d steps an epoch, %d records left out",
+        "%s: %d samples over %d images, %d tokens in all (%.0f a sample), %d records left out",
+        split,
         len(samples.samples),
-        len(images),
+        len({image.key for sample in samples.samples for image in sample.images}),
         tokens,
         tokens / len(samples.samples),
-        len(steps),
         len(samples.rejected),
     )
+    list_rejected(job.output_dir, split, samples.rejected)

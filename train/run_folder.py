@@ -63,7 +63,7 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
                 do="give another output_dir, or set the settings back to go on with that run",
             )
     folder.mkdir(parents=True, exist_ok=True)
-    write_run(folder, settings, finished_steps=read_run(folder).get("finished_steps"))
+    write_run(folder, settings, finished=read_run(folder).get("finished"))
     return checkpoint
 
 
@@ -78,9 +78,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write_run(folder: Path, settings: dict[str, Any], *, finished_steps: int | None) -> None:
-    """Write run.json; `finished_steps` is the number of steps of a finished run."""
-    content = {"settings": settings, "finished_steps": finished_steps}
+def write_run(folder: Path, settings: dict[str, Any], *, finished: dict[str, float] | None) -> None:
+    """Write run.json; `finished` is the length of a finished run."""
+    content = {"settings": settings, "finished": finished}
     write_text(folder / RUN_FILE, json.dumps(content, indent=1, sort_keys=True))
 
 

@@ -25,8 +25,9 @@ from pipeline.config import load_config
 from pipeline.exit import exit_code_of
 from tests.benchmarks.true_shapes import make_8b_checkpoint, make_dataset
 from train.features import features_on
+from train.inputs import Inputs
+from train.job import Job
 from train.model import mm_encoder_outputs
-from train.run import Inputs, Job
 
 ROWS = 4
 

@@ -25,10 +25,11 @@ from pipeline.config import load_config
 from pipeline.exit import exit_code_of
 from tests.benchmarks.true_shapes import make_8b_checkpoint, make_dataset
 from train.features import features_on
+from train.inputs import Inputs
+from train.job import Job
 from train.lora import add_lora
 from train.loss import pack_loss
 from train.model import autocast, load_language_model, prepare_for_training
-from train.run import Inputs, Job
 
 DEVICE = torch.device("cuda")
 # questions an image, images a step, tokens a pack

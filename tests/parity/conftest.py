@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from transformers.image_utils import load_image
 
 from pipeline.config import PipelineConfig
-from train.run import Job
+from train.job import Job
 
 
 @dataclass

@@ -15,10 +15,10 @@ from cache.build import CacheBuilder
 from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.features import LiveSource, features_on
+from train.inputs import Inputs, load_tower
 from train.lora import add_lora
 from train.loss import pack_logits, pack_loss
 from train.model import load_language_model, mm_encoder_outputs
-from train.run import Inputs, load_tower
 
 from .conftest import Stock, job_of
 

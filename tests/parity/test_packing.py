@@ -15,12 +15,12 @@ from cache.build import CacheBuilder
 from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.features import features_on
+from train.inputs import Inputs
 from train.lora import add_lora
 from train.loss import pack_logits, pack_loss
 from train.model import load_language_model
 from train.pack import Pack, build_pack
 from train.prefix_tree import sharing_order, symbols_of
-from train.run import Inputs
 from train.sample import Sample
 
 from .conftest import job_of

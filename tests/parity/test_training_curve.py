@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, get_scheduler
 from pipeline.cli import app
 from pipeline.config import PipelineConfig, load_config
 from pipeline.exit import exit_code_of
-from train.run import Inputs
+from train.inputs import Inputs
 
 from .conftest import Stock, job_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-import train.run
+import train.inputs
 from cache.manifest import load_split
 from cache.reader import FeatureCache
 from pipeline.cli import app
@@ -85,7 +85,7 @@ def test_demo_reaches_its_accuracy_and_writes_its_report(tmp_path: Path, capfd: 
 
 @pytest.mark.timeout(900)
 def test_features_of_another_image_teach_nothing(cached_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.run, "CachedSource", _PermutedSource)
+    monkeypatch.setattr(train.inputs, "CachedSource", _PermutedSource)
     accuracy = _accuracy(cached_demo)
     print(f"trained on permuted features: {accuracy:.3f} (chance {CHANCE})")
     assert accuracy <= CHANCE + 0.1

@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_while_training(
 def test_a_bug_is_called_a_bug_and_shows_its_traceback(
     run: Callable[..., Any], cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.run.Inputs.open", lambda _job: {}["missing"])
+    monkeypatch.setattr("train.inputs.Inputs.open", lambda _job: {}["missing"])
 
     result = run("train", "--config", cached, "--from-cache")
 
@@ -136,7 +136,7 @@ def test_errors_of_libraries(
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr("train.run.Inputs.open", fail)
+    monkeypatch.setattr("train.inputs.Inputs.open", fail)
 
     result = run("train", "--config", cached, "--from-cache")
 
@@ -153,7 +153,7 @@ def test_a_signal_decides_the_exit_code(
         stop_request.received = signal.SIGTERM
         raise error
 
-    monkeypatch.setattr("train.run.Inputs.open", interrupted)
+    monkeypatch.setattr("train.inputs.Inputs.open", interrupted)
 
     result = run("train", "--config", cached, "--from-cache")
 

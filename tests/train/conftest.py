@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from cache.build import CacheBuilder
 from cache.progress import Silent
 from pipeline.config import PipelineConfig
-from train.run import Job, run_training
+from train.job import Job
+from train.run import run_training
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_resume_forgets_half_written_checkpoints_and_lines(run_cached: Callable[
     shutil.copytree(tmp_path / "whole", crashed)
     shutil.rmtree(crashed / "adapter")
     state = json.loads((crashed / "run.json").read_text())
-    (crashed / "run.json").write_text(json.dumps({**state, "finished_steps": None}))
+    (crashed / "run.json").write_text(json.dumps({**state, "finished": None}))
     shutil.rmtree(crashed / "checkpoint-16")
     (crashed / "checkpoint-12" / "trainer_state.json").unlink()  # killed while it was written
     with (crashed / "metrics.jsonl").open("a") as file:

@@ -1,0 +1,36 @@
+"""One evaluation, from sections of the configuration to scores and predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cache.bad_records import list_rejected
+from cache.progress import Progress
+from train.evaluate import Evaluation, Evaluator, weighted_loss
+from train.inputs import Inputs, load_tower
+from train.job import Job
+from train.lora import load_adapter
+from train.model import autocast, load_language_model, training_device
+
+
+def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progress) -> Evaluation:
+    """Loss and generated answers on a split.
+
+    Args:
+        adapter: None for the bare model.
+    """
+    inputs = Inputs.open(job)
+    known = inputs.known(split, progress)
+    held_out = inputs.samples.training(split, known, progress)
+    prompts = inputs.samples.prompts(split, known, progress)
+    list_rejected(job.output_dir, split, held_out.rejected)
+    device = training_device(job.train)
+    model = load_adapter(load_language_model(job.model, job.train, device), adapter)
+    tower = None if job.from_cache else load_tower(job, device)
+    steps = inputs.steps(held_out, job.train, shuffle=False)
+    batches = (steps[0, number] for number in range(len(steps)))
+    totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device))
+    evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
+    with autocast(job.train, device):
+        result = evaluator.run(model, prompts, progress)
+    return Evaluation({"loss": float(totals[0] / totals[1]), **result.scores}, result.predictions)

@@ -1,0 +1,90 @@
+"""The data side of training and evaluation: tokens, images, and where features come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cache.checkpoint import load_hf_config
+from cache.fingerprint import expected_fingerprint
+from cache.preprocess import ImageProcessor
+from cache.progress import Progress
+from cache.reader import FeatureCache, find_cache
+from cache.records import Record
+from cache.vision_tower import VisionTower
+from train.chat import ChatEncoder
+from train.config import TrainConfig
+from train.dataset import KnownImages, SampleBuilder, Samples
+from train.features import CachedSource, FeatureSource, LiveSource
+from train.job import Job
+from train.model import training_device, uses_flex
+from train.step import StepDataset
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the data side of a run needs: tokens, images, and where features come from."""
+
+    image_token_id: int
+    processor: ImageProcessor
+    samples: SampleBuilder
+    cache: FeatureCache | None
+    source: FeatureSource
+    max_image_pixels: int
+
+    @classmethod
+    def open(cls, job: Job) -> Inputs:
+        """Open tokenizer, image processor and cache.
+
+        Raises:
+            ConfigError: the checkpoint lacks something.
+            CacheError: there is no cache for this configuration.
+        """
+        image_token_id = int(load_hf_config(job.model).image_token_id)
+        processor = ImageProcessor.from_checkpoint(job.model, job.cache)
+        encoder = ChatEncoder.from_checkpoint(job.model, image_token_id)
+        cache, limit = None, job.cache.max_image_pixels
+        source: FeatureSource = LiveSource(processor, limit)
+        if job.from_cache:
+            cache = find_cache(
+                job.cache_dir,
+                expected_fingerprint(job.model, job.cache),
+                any_backend=job.cache.image_processor_backend == "auto",
+                verify_checksums=job.cache.verify_checksums,
+            )
+            source = CachedSource(cache)
+        builder = SampleBuilder(encoder, processor.merge_size, job.data)
+        return cls(image_token_id, processor, builder, cache, source, limit)
+
+    def known(self, split: str, progress: Progress) -> Callable[[Sequence[Record]], KnownImages]:
+        """Where keys and grids of a split's images come from: the cache, or the files' headers."""
+        cache = self.cache
+        if cache is not None:
+            return lambda _: KnownImages.of(cache.split(split))
+        return lambda records: KnownImages.scan(records, self.processor, self.max_image_pixels, progress)
+
+    def steps(
+        self, samples: Samples, config: TrainConfig, *, shuffle: bool, rank: int = 0, world_size: int = 1
+    ) -> StepDataset:
+        """The samples as optimizer steps."""
+        return StepDataset(
+            samples.samples,
+            self.source,
+            effective_batch_size=config.effective_batch_size,
+            tokens_per_pack=config.tokens_per_pack,
+            image_token_id=self.image_token_id,
+            merge_size=self.processor.merge_size,
+            seed=config.seed if shuffle else None,
+            order=config.order,
+            share_prefixes=config.share_prefixes,
+            blocks=uses_flex(config, training_device(config)),
+            rank=rank,
+            world_size=world_size,
+        )
+
+
+def load_tower(job: Job, device: torch.device) -> VisionTower:
+    """The vision tower for the live path, on the training device."""
+    return VisionTower.load(job.model, job.cache.model_copy(update={"device": str(device)}))
