@@ -11,20 +11,32 @@ from typing import Any
 
 import torch
 
-from cache.atomic import disk_full
 from cache.bad_records import reject_images
+from cache.batches import batches, in_batch_order
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, DataConfig, ModelConfig
 from cache.dataset import Rejection, require_few
 from cache.errors import DataError, StoppedError
-from cache.features import VisionFeatures
+from cache.features import StoredFeatures, stored_features
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
 from cache.formats import FORMATS
-from cache.manifest import Manifest, SplitImages, save_manifest, save_split
+from cache.manifest import (
+    Manifest,
+    RefusedImage,
+    SplitImages,
+    folder_name,
+    load_refused,
+    load_shard_indexes,
+    save_manifest,
+    save_refused,
+    save_split,
+)
+from cache.parts import Part
 from cache.pixels import load_pixels
-from cache.plan import Plan, free_bytes, make_plan
+from cache.plan import Plan, make_plan
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
+from cache.quantize import to_storage
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
 
@@ -87,7 +99,7 @@ class CacheBuilder:
         self.fingerprint = Fingerprint.of(
             weights=self._weights, vision_config=vision_config, processor=self.processor, cache=cache
         )
-        self.folder = cache_dir / self.fingerprint.name
+        self.folder = cache_dir / folder_name(self.fingerprint.name, cache.format)
         self.manifest = self._manifest(vision_config)
 
     def _manifest(self, vision_config: Any) -> Manifest:
@@ -97,6 +109,7 @@ class CacheBuilder:
             format_version=FORMAT_VERSION,
             format=self._cache.format,
             dtype=self._cache.dtype,
+            storage_dtype=self._cache.storage_dtype,
             hidden_size=vision_config.out_hidden_size,
             num_deepstack_levels=len(vision_config.deepstack_visual_indexes),
             fingerprint=self.fingerprint.fields,
@@ -108,7 +121,7 @@ class CacheBuilder:
             },
         )
 
-    def plan(self, split: str, progress: Progress) -> Plan:
+    def plan(self, split: str, progress: Progress, part: Part | None = None) -> Plan:
         """See cache.plan.make_plan."""
         return make_plan(
             self._data,
@@ -118,21 +131,28 @@ class CacheBuilder:
             processor=self.processor,
             max_image_pixels=self._cache.max_image_pixels,
             progress=progress,
+            part=part,
         )
 
-    def run(self, split: str, progress: Progress, should_stop: ShouldStop = lambda: False) -> Summary:
-        """Cache what is not cached yet of one split.
+    def run(
+        self,
+        split: str,
+        progress: Progress,
+        should_stop: ShouldStop = lambda: False,
+        part: Part | None = None,
+    ) -> Summary:
+        """Cache what is not cached yet of one split, or of one part of it.
 
         Raises:
             DataError: see `plan`; also an image that turns out damaged when it is decoded.
             ResourceError: disk or device memory ran out; what was committed is intact.
             StoppedError: `should_stop` said so; what was committed is intact.
         """
-        plan = self.plan(split, progress)
-        free = free_bytes(self.folder)
-        if plan.todo_bytes > free:
-            raise disk_full(self.folder, f"{plan.todo_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+        plan = self.plan(split, progress, part)
+        plan.require_space()
         save_manifest(self.folder, self.manifest)
+        if part is not None:
+            self._save_split(plan, {})  # parts that start later need not scan, and a missing one is noticed
         started = time.perf_counter()
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         with CacheWriter(self.folder, FORMATS[self._cache.format], shard_size=self._cache.shard_size) as writer:
@@ -161,35 +181,62 @@ class CacheBuilder:
         tower: VisionTower | None = None  # loaded for the first image that can be decoded
         broken: dict[str, DataError] = {}
         progress.start("encoding images", len(plan.todo), "image")
-        for pixels in load_pixels([(image.key, ref) for image, ref in plan.todo], self.processor, self._cache):
-            image, _ = plan.todo[pixels.index]
-            if pixels.error is not None:
-                paths = {other.path: pixels.error for other in plan.images if other.key == image.key}
-                reject_images(plan.records, paths, self._data)
-                broken |= paths
-            else:
+        todo = in_batch_order(plan.todo, self._cache)
+        refs = [(image.key, ref) for image, ref in todo]
+        for batch in batches(load_pixels(refs, self.processor, self._cache), self._cache):
+            decoded = [pixels for pixels in batch if pixels.error is None]
+            for pixels in batch:
+                if pixels.error is not None:
+                    key = todo[pixels.index][0].key
+                    paths = {other.path: pixels.error for other in plan.images if other.key == key}
+                    reject_images(plan.records, paths, self._data)
+                    broken |= paths
+            if decoded:
                 tower = tower or VisionTower.load(self._model, self._cache, weights=self._weights)
-                # One image at a time: what else is in a batch changes the last bits of an image's features.
-                (features,) = tower.encode([pixels.pixel_values], [pixels.image_grid_thw])
-                writer.add(image.key, _to_cpu(features))
-            progress.advance()
+                encoded = tower.encode([p.pixel_values for p in decoded], [p.image_grid_thw for p in decoded])
+                for pixels, features in zip(decoded, encoded, strict=True):
+                    image, _ = todo[pixels.index]
+                    # Where the tower ran: half the bytes to copy back.
+                    stored = to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
+                    writer.add(image.key, _to_cpu(stored))
+            progress.advance(len(batch))
             if should_stop():
                 raise StoppedError("stopped; everything encoded so far is kept", do="run the same command to go on")
         progress.finish()
         return broken
 
     def _save_split(self, plan: Plan, broken: dict[str, DataError]) -> None:
+        """Write the image list without what cannot be decoded, by this part or by others.
+
+        Parts end at any time and know nothing of each other. Each tells what it could not decode in files of its own,
+        before it writes the list, and looks again after: so the list that is written last lacks none of them.
+        """
+        keys = {image.path: image.key for image in plan.images}
+        reasons = {keys[path]: error.what for path, error in broken.items()}
+        if plan.part is None:
+            self._write_split(plan, reasons)
+            return
+        for key, reason in reasons.items():
+            save_refused(self.folder, RefusedImage(key=key, reason=reason))
+        written = None
+        while (found := load_refused(self.folder)) != written:
+            committed = {e.key for i in load_shard_indexes(self.folder) for e in i.entries} if found else set()
+            self._write_split(plan, {key: reason for key, reason in found.items() if key not in committed})
+            written = found
+
+    def _write_split(self, plan: Plan, reasons: dict[str, str]) -> None:
         save_split(
             self.folder,
             SplitImages(
                 split=plan.split,
                 source=plan.path,
                 num_records=plan.num_records,
-                images=[image for image in plan.images if image.path not in broken],
-                refused=plan.refused | {path: error.what for path, error in broken.items()},
+                images=[image for image in plan.images if image.key not in reasons],
+                refused=plan.refused | {i.path: reasons[i.key] for i in plan.images if i.key in reasons},
+                num_parts=plan.part.count if plan.part else 1,
             ),
         )
 
 
-def _to_cpu(features: VisionFeatures) -> VisionFeatures:
-    return VisionFeatures(features.image_embeds.cpu(), features.deepstack_features.cpu(), features.image_grid_thw)
+def _to_cpu(features: StoredFeatures) -> StoredFeatures:
+    return stored_features({name: tensor.cpu() for name, tensor in features.tensors().items()})

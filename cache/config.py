@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+StorageDtype = Literal["same", "float8_e4m3", "int8"]
 DataFormat = Literal["flat", "qwen", "sharegpt", "messages", "stages"]
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # os.path.expanduser leaves the home of an unknown user as it stands; Path.expanduser raises.
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]  # noqa: PTH111
+# An address stays text: as a path it would lose one of its two slashes.
+Location = Annotated[
+    Path | str,
+    AfterValidator(lambda place: place if SCHEME.match(str(place)) else Path(os.path.expanduser(place))),  # noqa: PTH111
+]
 
 
 class Section(BaseModel):
@@ -97,12 +105,21 @@ class DataConfig(Section):
 class CacheConfig(Section):
     """The feature cache."""
 
-    dir: UserPath | None = None
-    """Folder of the cache; experiments that share it share the features. Default: `<output_dir>/features`."""
-    format: Literal["safetensors"] = "safetensors"
-    """Format of the shards."""
+    dir: Location | None = None
+    """Folder of the cache; experiments that share it share the features. Default: `<output_dir>/features`. For training
+    and evaluation also an address: `http://`, `https://`, or any other that fsspec has a file system for. Then entries
+    are read by range requests, without a local copy."""
+    stage_to: UserPath | None = None
+    """A folder on a disk of the node. Before training, the shards that the run's splits need are copied there and
+    checked, and training reads the copies. What is there already is not copied again; nothing is deleted there."""
+    format: Literal["safetensors", "webdataset", "hdf5"] = "safetensors"
+    """Format of the shards that are written; reading takes any. docs/cache-format.md describes them."""
     dtype: Dtype = "bfloat16"
-    """Dtype in which the tower runs and its output is stored, also on the live path."""
+    """Dtype in which the tower runs, also on the live path, and in which the language model gets its output."""
+    storage_dtype: StorageDtype = "same"
+    """How the tower's output is stored. `same`: exactly, in `dtype`. `float8_e4m3`, `int8`: in 8 bits with a scale for
+    each token and level, half the bytes of bfloat16. They are not exact: docs/benchmarks/storage-dtypes.md has the
+    errors, and `pipeline verify --against-live` measures them on your data. The live path is not quantised."""
     min_pixels: int | None = Field(default=None, gt=0)
     """Smaller images are enlarged to this many pixels. Default: the checkpoint's processor setting."""
     max_pixels: int | None = Field(default=None, gt=0)
@@ -112,6 +129,13 @@ class CacheConfig(Section):
     `auto`: torchvision where it is installed, else PIL; when reading, whichever made the cache."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the vision tower."""
+    tower: Literal["stock", "fast"] = "stock"
+    """`stock`: transformers' own tower; the features are those of the live path, bit for bit. `fast`: compiled, for
+    GPUs: a quarter less time an image, and last bits that differ as they do between batch sizes. Part of the
+    fingerprint."""
+    patches_per_batch: int | None = Field(default=None, gt=0)
+    """Images of one shape go through the tower together, up to this many patches. Default: image by image, so that an
+    entry does not depend on what else was to do. Part of the fingerprint."""
     shard_size: int = Field(default=1 << 30, gt=0)
     """A shard is closed once it holds this many bytes. An interruption costs at most the shard in hand."""
     num_workers: int = Field(default=2, ge=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cache.checkpoint import VisionWeights, load_hf_config
-from cache.config import CacheConfig, ModelConfig
+from cache.config import CacheConfig, ModelConfig, StorageDtype
 from cache.preprocess import ImageProcessor
 
 FORMAT_VERSION = 1
@@ -43,9 +43,16 @@ class Fingerprint:
             **{f"vision_config.{key}": value for key, value in sorted(settings.items())},
             **{f"processor.{key}": value for key, value in sorted(processor.settings.items())},
             "dtype": cache.dtype,
+            "storage_dtype": cache.storage_dtype,
             "attn_implementation": cache.attn_implementation,
+            "tower": cache.tower,
+            "patches_per_batch": cache.patches_per_batch,
         }
         return cls(json.loads(json.dumps(fields)))
+
+    def with_storage(self, storage_dtype: StorageDtype) -> Fingerprint:
+        """The same features stored in another dtype, as `pipeline repack` makes them."""
+        return Fingerprint(self.fields | {"storage_dtype": storage_dtype})
 
     @property
     def name(self) -> str:

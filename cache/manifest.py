@@ -2,9 +2,11 @@
 
 Layout of `<cache.dir>/<fingerprint>/` (docs/cache-format.md is the specification):
     manifest.json           what made the features, and their shape
+    entries.index           all entries of all shards, to open faster (cache.index_file); may be missing or old
     shards/NAME.SUFFIX      features
     shards/NAME.json        index of that shard; written after it, so a shard without an index does not count
     splits/SPLIT.json       the images of a split: path -> key
+    refused/KEY.json        an image that a part of several could not decode
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from cache.atomic import write_text
+from cache.config import StorageDtype
 from cache.errors import CacheError
+from cache.features import QUANTIZED_DTYPES, SCALE_DTYPE
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
+from cache.seal import seal, seal_holds
 
 MANIFEST_FILE = "manifest.json"
-SHARDS, SPLITS = "shards", "splits"
+SHARDS, SPLITS, REFUSED = "shards", "splits", "refused"
 
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Grid = tuple[int, int, int]
@@ -30,7 +36,13 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Manifest(_Document):
+class _File(_Document):
+    """A document that is a file of its own, and ends with a digest (cache.seal)."""
+
+    digest: str = Field(default="", exclude=True, repr=False)
+
+
+class Manifest(_File):
     """What made the features, and their shape."""
 
     format_version: int
@@ -38,13 +50,26 @@ class Manifest(_Document):
     dtype: Literal["bfloat16", "float16", "float32"]
     hidden_size: int = Field(gt=0)
     num_deepstack_levels: int = Field(ge=0)
+    storage_dtype: StorageDtype = "same"
     fingerprint: dict[str, Any]
     made_by: dict[str, str]
 
     def bytes_per_token(self) -> int:
         """Bytes that one merged image token takes, all levels together."""
-        width = 4 if self.dtype == "float32" else 2
-        return width * self.hidden_size * (1 + self.num_deepstack_levels)
+        width = self.stored_dtype.itemsize
+        scale = 0 if self.storage_dtype == "same" else SCALE_DTYPE.itemsize
+        return (width * self.hidden_size + scale) * (1 + self.num_deepstack_levels)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which the language model gets the features."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the numbers in the shards."""
+        return QUANTIZED_DTYPES.get(self.storage_dtype, self.compute_dtype)
 
 
 class _Versioned(_Document):
@@ -61,11 +86,12 @@ class IndexEntry(_Document):
     checksum: str
 
 
-class ShardIndex(_Document):
-    """The entries of one shard."""
+class ShardIndex(_File):
+    """The entries of one shard. `checksum` is XXH3-128 over the shard's whole file, in hex."""
 
     shard: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     num_bytes: int = Field(ge=0)
+    checksum: str = ""
     entries: list[IndexEntry]
 
 
@@ -79,14 +105,30 @@ class SplitImage(_Document):
     mtime_ns: int
 
 
-class SplitImages(_Document):
-    """The images that a split's records name, and those that were refused."""
+class SplitImages(_File):
+    """The images that a split's records name, and those that were refused.
+
+    `num_parts`: among how many parts the images are divided (cache.parts), so that it can be said which one is missing.
+    """
 
     split: str
     source: str
     num_records: int
     images: list[SplitImage]
     refused: dict[str, str]
+    num_parts: int = Field(default=1, ge=1)
+
+
+class RefusedImage(_File):
+    """An image that could not be decoded by the part that it belongs to; tells the other parts."""
+
+    key: Key
+    reason: str
+
+
+def folder_name(fingerprint: str, shard_format: str) -> str:
+    """Name of the folder that holds a fingerprint's features in a format; the default format's bears no suffix."""
+    return fingerprint if shard_format == "safetensors" else f"{fingerprint}-{shard_format}"
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
@@ -110,7 +152,7 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
                 do="give another cache.dir",
             )
         return
-    write_text(target, manifest.model_dump_json(indent=1))
+    write_text(target, seal(manifest.model_dump_json(indent=1)))
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -132,7 +174,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 def save_shard_index(folder: Path, index: ShardIndex) -> None:
     """Commit a shard: from now on its entries count."""
-    write_text(index_file(folder, index.shard), index.model_dump_json())
+    write_text(index_file(folder, index.shard), seal(index.model_dump_json()))
 
 
 def load_shard_indexes(folder: Path) -> list[ShardIndex]:
@@ -141,14 +183,31 @@ def load_shard_indexes(folder: Path) -> list[ShardIndex]:
     Raises:
         CacheError: an index is damaged, or its shard is missing or has another size.
     """
-    indexes = [_load(path, ShardIndex) for path in sorted((folder / SHARDS).glob("*.json"))]
+    indexes = [load_shard_index(path) for path in sorted((folder / SHARDS).glob("*.json"))]
     for index in indexes:
         shard = folder / SHARDS / index.shard
-        size = shard.stat().st_size if shard.is_file() else None
-        if size != index.num_bytes:
-            found = "it is missing" if size is None else f"it has {size} bytes instead of {index.num_bytes}"
-            raise damaged_shard(shard, f"the shard cannot be used: {found}")
+        check_shard_size(shard, shard.stat().st_size if shard.is_file() else None, index.num_bytes)
     return indexes
+
+
+def check_shard_size(shard: Path, size: int | None, expected: int) -> None:
+    """Refuse a shard whose file has another size than its index states; None stands for no file.
+
+    Raises:
+        CacheError: it has.
+    """
+    if size != expected:
+        found = "it is missing" if size is None else f"it has {size} bytes instead of {expected}"
+        raise damaged_shard(shard, f"the shard cannot be used: {found}")
+
+
+def load_shard_index(path: Path) -> ShardIndex:
+    """One index; its shard is not looked at.
+
+    Raises:
+        CacheError: it is damaged.
+    """
+    return _load(path, ShardIndex)
 
 
 def damaged_shard(shard: Path, what: str) -> CacheError:
@@ -156,8 +215,8 @@ def damaged_shard(shard: Path, what: str) -> CacheError:
     return CacheError(
         what,
         where=str(shard),
-        do=f"remove {shard} and {shard.with_suffix('.json').name} beside it, then run `pipeline cache` again: "
-        "only the images of this shard are encoded anew",
+        do=f"run `pipeline cache --repair --split NAME`: it moves the shard and its {shard.with_suffix('.json').name} "
+        "aside, keeps the entries that are intact and encodes only the others anew",
     )
 
 
@@ -175,13 +234,35 @@ def save_split(folder: Path, images: SplitImages) -> None:
     """Write the image list of a split, unless it is there already."""
     if load_split(folder, images.split) == images:
         return
-    write_text(split_file(folder, images.split), images.model_dump_json())
+    write_text(split_file(folder, images.split), seal(images.model_dump_json()))
 
 
 def load_split(folder: Path, split: str) -> SplitImages | None:
     """The image list of a split; None if the split has not been cached yet."""
     path = split_file(folder, split)
     return _load(path, SplitImages) if path.exists() else None
+
+
+def save_refused(folder: Path, image: RefusedImage) -> None:
+    """Tell the writers of other parts that an image cannot be decoded."""
+    target = folder / REFUSED / f"{image.key}.json"
+    target.parent.mkdir(exist_ok=True)
+    write_text(target, seal(image.model_dump_json()))
+
+
+def load_refused(folder: Path) -> dict[str, str]:
+    """Key -> reason of the images that some part could not decode."""
+    found = [load_refused_image(path) for path in sorted((folder / REFUSED).glob("*.json"))]
+    return {image.key: image.reason for image in found}
+
+
+def load_refused_image(path: Path) -> RefusedImage:
+    """One of the files of `load_refused`.
+
+    Raises:
+        CacheError: it is damaged.
+    """
+    return _load(path, RefusedImage)
 
 
 _D = TypeVar("_D", bound=_Document)
@@ -191,19 +272,29 @@ def _load(path: Path, kind: type[_D]) -> _D:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise _damaged(path, f"it has {size} bytes, more than any file of this kind")
-        return kind.model_validate_json(path.read_bytes())
+            raise damaged_file(path, f"it has {size} bytes, more than any file of this kind")
+        raw = path.read_bytes()
+        document = kind.model_validate_json(raw)
+        # A file that was edited by hand bears no seal any more; `pipeline verify` names it, reading it is allowed.
+        if seal_holds(raw) is False and kind is not _Versioned:
+            raise damaged_file(path, "its content does not match its digest")
+        return document.model_copy(update={"digest": ""}) if isinstance(document, _File) else document
     except FileNotFoundError:
         raise CacheError("is missing", where=str(path), do="run `pipeline cache` for this configuration") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise _damaged(path, f"{field}: {first['msg']}" if field else first["msg"]) from error
+        raise damaged_file(path, f"{field}: {first['msg']}" if field else first["msg"]) from error
     except OSError as error:
         raise CacheError(
             f"cannot be read: {error.strerror or error}", where=str(path), do="check its permissions"
         ) from error
 
 
-def _damaged(path: Path, what: str) -> CacheError:
-    return CacheError(f"is damaged: {what}", where=str(path), do="remove this file and run `pipeline cache` again")
+def damaged_file(path: Path, what: str) -> CacheError:
+    """The error for a manifest, index or list that cannot be used."""
+    return CacheError(
+        f"is damaged: {what}",
+        where=str(path),
+        do="run `pipeline cache --repair --split NAME`: it moves this file aside and makes what it said anew",
+    )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache.atomic import disk_full
 from cache.bad_records import reject_images
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.manifest import Manifest, SplitImage, load_shard_indexes, load_split
+from cache.parts import Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import ImageRef, Record
@@ -26,10 +29,12 @@ class Plan:
         records: the usable ones.
         images: every usable image path of the split.
         refused: image path -> why it cannot be used.
-        todo: the distinct images that are not committed yet, with where to read them.
+        todo: the distinct images of this part that are not committed yet, with where to read them.
         rejected: the records left out.
         image_tokens: of all distinct images.
         todo_bytes: what `todo` will take on disk.
+        missing_bytes: what all parts together have still to write.
+        part: which part of several this is.
     """
 
     split: str
@@ -43,6 +48,8 @@ class Plan:
     rejected: list[Rejection]
     image_tokens: int
     todo_bytes: int
+    missing_bytes: int
+    part: Part | None = None
 
     @property
     def num_distinct(self) -> int:
@@ -54,10 +61,21 @@ class Plan:
         return (
             f"split {self.split}: {self.num_records} records, {len(self.rejected)} to leave out, "
             f"{self.num_distinct} distinct images, {self.image_tokens} image tokens\n"
-            f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB\n"
+            f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB"
+            f"{f' by {self.part.name}; {self.missing_bytes / 1e6:.2f} MB by all parts' if self.part else ''}\n"
             f"  free        {free_bytes(self.folder) / 1e6:.0f} MB\n"
             f"  cache       {self.folder}"
         )
+
+    def require_space(self) -> None:
+        """Refuse before anything is spent when the disk cannot take what all parts have still to write.
+
+        Raises:
+            ResourceError: says what is needed and what is free, in GB.
+        """
+        free = free_bytes(self.folder)
+        if self.missing_bytes > free:
+            raise disk_full(self.folder, f"{gb(self.missing_bytes)} GB are needed, {gb(free)} GB are free")
 
 
 def make_plan(
@@ -69,8 +87,9 @@ def make_plan(
     processor: ImageProcessor,
     max_image_pixels: int,
     progress: Progress,
+    part: Part | None = None,
 ) -> Plan:
-    """Read the records, look at each image's header and hash, and find what is still to do.
+    """Read the records, look at each image's header and hash, and find what is still to do (in this part).
 
     Raises:
         DataError: a record or an image cannot be used, and `data.on_bad_record` is `fail` or too many are bad.
@@ -82,7 +101,9 @@ def make_plan(
     require_few(rejected, read.total, data, read.path)
     committed = {entry.key for index in load_shard_indexes(folder) for entry in index.entries}
     distinct = {image.listed.key: (image.listed, image.ref) for image in scanned if image.listed is not None}
-    todo = [image for key, image in distinct.items() if key not in committed]
+    missing = [image for key, image in distinct.items() if key not in committed]
+    todo = [image for image in missing if part is None or part.has(image[0].key)]
+    tokens = _Tokens(processor, manifest.bytes_per_token())
     left_out = {r.source for r in rejected}
     return Plan(
         split=split,
@@ -94,9 +115,32 @@ def make_plan(
         refused={path: error.what for path, error in refused.items()},
         todo=todo,
         rejected=rejected,
-        image_tokens=sum(processor.num_tokens(image.image_grid_thw) for image, _ in distinct.values()),
-        todo_bytes=sum(processor.num_tokens(image.image_grid_thw) for image, _ in todo) * manifest.bytes_per_token(),
+        image_tokens=tokens.of(distinct.values()),
+        todo_bytes=tokens.bytes_of(todo),
+        missing_bytes=tokens.bytes_of(missing),
+        part=part,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Image tokens and bytes of listed images."""
+
+    processor: ImageProcessor
+    bytes_per_token: int
+
+    def of(self, images: Iterable[tuple[SplitImage, ImageRef]]) -> int:
+        """Image tokens."""
+        return sum(self.processor.num_tokens(image.image_grid_thw) for image, _ in images)
+
+    def bytes_of(self, images: Iterable[tuple[SplitImage, ImageRef]]) -> int:
+        """Bytes on disk."""
+        return self.of(images) * self.bytes_per_token
+
+
+def gb(count: int) -> str:
+    """Bytes as GB with three significant digits, so that a small need does not read as none."""
+    return f"{count / 1e9:.3g}"
 
 
 def free_bytes(folder: Path) -> int:

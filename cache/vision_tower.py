@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, ResourceError
+from cache.fast_tower import fast_attention, speed_up
 from cache.features import VisionFeatures
 
 _DEVICES = "use auto, cpu, cuda or cuda:N"
@@ -18,11 +20,15 @@ class VisionTower:
     """The frozen vision tower of a checkpoint.
 
     Args:
-        module: the stock transformers vision model, in evaluation mode.
+        module: the stock transformers vision model.
+        fast: see CacheConfig.tower; then all images of a batch must have one shape.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, fast: bool = False) -> None:
         self.module = module.eval().requires_grad_(False)
+        self._fast = fast
+        if fast:
+            speed_up(module)
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._merge_unit = int(module.config.spatial_merge_size) ** 2  # type: ignore[union-attr,arg-type]
@@ -38,7 +44,9 @@ class VisionTower:
         device = resolve_device(cache.device)
         module = _build(model, cache)
         _fill(module, weights or VisionWeights.find(model), model)
-        return cls(module.to(device))
+        if cache.tower == "fast" and device.type != "cuda":
+            raise ConfigError("cache.tower: fast needs a GPU", do="set cache.tower: stock")
+        return cls(module.to(device), fast=cache.tower == "fast")
 
     @torch.no_grad()
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
@@ -57,7 +65,7 @@ class VisionTower:
         grid_thw = torch.stack(list(grids)).to(self.device)
         try:
             pixels = torch.cat([p.to(self.device, self.dtype, non_blocking=True) for p in pixel_values])
-            output = self.module(pixels, grid_thw=grid_thw, return_dict=True)
+            output = self._run(pixels, grid_thw, patches=int(grids[0].prod()))
         except RuntimeError as error:
             # On the CPU torch raises a plain RuntimeError.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -74,6 +82,12 @@ class VisionTower:
             VisionFeatures(embeds[i], torch.stack([level[i] for level in levels]), grid.to("cpu", torch.int64))
             for i, grid in enumerate(grids)
         ]
+
+    def _run(self, pixels: torch.Tensor, grid_thw: torch.Tensor, *, patches: int) -> Any:
+        if not self._fast:
+            return self.module(pixels, grid_thw=grid_thw, return_dict=True)
+        with fast_attention():
+            return self.module(pixels, grid_thw=grid_thw, max_seqlen=patches, return_dict=True)
 
 
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:

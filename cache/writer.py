@@ -8,9 +8,10 @@ from types import TracebackType
 
 from cache.atomic import write_atomically
 from cache.errors import PipelineError, StoppedError
-from cache.features import VisionFeatures
+from cache.features import StoredFeatures
 from cache.formats import Entry, ShardFormat
-from cache.formats.base import checksum
+from cache.formats.base import checksum, file_checksum
+from cache.index import update_index_file
 from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
 
 
@@ -41,8 +42,10 @@ class CacheWriter:
             if error is None or isinstance(error, StoppedError):
                 raise
             error.add_note(f"What was held in memory could not be written either: {failure}")
+        finally:
+            update_index_file(self._folder)
 
-    def add(self, key: str, features: VisionFeatures) -> None:
+    def add(self, key: str, features: StoredFeatures) -> None:
         """Take one entry, tensors on the CPU; commits a shard when enough is held."""
         self._entries.append((key, features))
         self._held_bytes += features.num_bytes
@@ -61,14 +64,21 @@ class CacheWriter:
         entries, self._entries, self._held_bytes = self._entries, [], 0
         name = f"shard-{secrets.token_hex(8)}{self._format.suffix}"
         path = self._folder / SHARDS / name
-        write_atomically(path, lambda temporary: self._format.write(temporary, entries))
+        whole = ""
+
+        def write(temporary: Path) -> None:
+            nonlocal whole
+            self._format.write(temporary, entries)
+            whole = file_checksum(temporary)
+
+        write_atomically(path, write)
         size = path.stat().st_size
         index = [
             IndexEntry(key=key, image_grid_thw=_grid(features), checksum=checksum(features))
             for key, features in entries
         ]
         try:
-            save_shard_index(self._folder, ShardIndex(shard=name, num_bytes=size, entries=index))
+            save_shard_index(self._folder, ShardIndex(shard=name, num_bytes=size, checksum=whole, entries=index))
         except BaseException:
             if not index_file(self._folder, name).exists():
                 path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
@@ -77,6 +87,6 @@ class CacheWriter:
         self.committed_images += len(entries)
 
 
-def _grid(features: VisionFeatures) -> tuple[int, int, int]:
+def _grid(features: StoredFeatures) -> tuple[int, int, int]:
     t, h, w = (int(n) for n in features.image_grid_thw)
     return t, h, w

@@ -32,9 +32,23 @@ class PipelineConfig(Section):
     """Evaluation."""
 
     @property
-    def cache_dir(self) -> Path:
-        """The folder of the cache."""
+    def cache_source(self) -> Path | str:
+        """Where features are read from: the folder of the cache, or an address."""
         return self.cache.dir if self.cache.dir is not None else self.output_dir / "features"
+
+    @property
+    def cache_dir(self) -> Path:
+        """The folder of the cache, to write to or to look after.
+
+        Raises:
+            ConfigError: it is an address.
+        """
+        if isinstance(self.cache_source, Path):
+            return self.cache_source
+        raise ConfigError(
+            f"cache.dir is the address {self.cache_source}, which is only ever read from, by train and eval",
+            do="set cache.dir to a local folder, and publish that folder afterwards",
+        )
 
 
 def load_config(file: Path, overrides: list[str] | None = None) -> PipelineConfig:

@@ -6,6 +6,7 @@ import errno
 import logging
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,12 +45,18 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 
 class StopRequest:
-    """Callable: whether a signal has asked the work to end at the next safe point. A second one ends it at once."""
+    """Callable: whether a signal has asked the work to end at the next safe point. A second one ends it at once.
+
+    The same SIGTERM or SIGUSR1 once more within ECHO_SECONDS is no second one: where processes were started for parts
+    of the work, a scheduler signals each of them, and the parent hands the signal on as well.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    ECHO_SECONDS = 2.0
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._since = 0.0
 
     def __call__(self) -> bool:
         return self.received is not None
@@ -62,8 +69,10 @@ class StopRequest:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
+            if number == self.received != signal.SIGINT and time.monotonic() - self._since < self.ECHO_SECONDS:
+                return
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self.received, self._since = signal.Signals(number), time.monotonic()
         sys.stderr.write(f"{self.received.name}: stopping at the next safe point\n")
 
     @property

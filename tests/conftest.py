@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import yaml
 
 from pipeline.config import PipelineConfig, load_config
 from pipeline.demo.tiny_model import make_tiny_checkpoint
+
+from .range_server import Site, start_server
 
 DATA = Path(__file__).parent / "data"
 
@@ -79,3 +81,19 @@ def make_config(write_config: Callable[..., Path]) -> Callable[..., PipelineConf
         return load_config(write_config(splits, **sections))
 
     return make
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], Site]]:
+    """Starts servers of folders."""
+    servers = []
+
+    def start(folder: Path) -> Site:
+        site, server = start_server(folder)
+        servers.append(server)
+        return site
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -45,7 +45,7 @@ class TrainConfig(Section):
     tokens_per_pack: int = Field(default=8192, gt=0)
     """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own).
     Bounds memory; does not change the result."""
-    order: Literal["sample", "image"] = "sample"
+    order: Literal["sample", "image"] = "image"
     """`sample`: rows in random order. `image`: the rows of one image come together, images in random order, so that a
     step reads an image once for all its questions; steps are less random then (docs/data.md)."""
     share_prefixes: bool = True

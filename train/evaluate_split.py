@@ -19,7 +19,7 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     Args:
         adapter: None for the bare model.
     """
-    inputs = Inputs.open(job)
+    inputs = Inputs.open(job).staged(job, [split], progress, local_rank=0)
     known = inputs.known(split, progress)
     held_out = inputs.samples.training(split, known, progress)
     prompts = inputs.samples.prompts(split, known, progress)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.data import get_worker_info
 
-from cache.features import VisionFeatures
+from cache.features import StoredFeatures, VisionFeatures, stored_features
 from cache.preprocess import ImageProcessor, decode
+from cache.quantize import restore
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
 from train.sample import SampleImage
@@ -17,16 +19,29 @@ from train.sample import SampleImage
 
 @dataclass(frozen=True, slots=True)
 class CachedImage:
-    """An image as it left the cache."""
+    """An image as it left the cache, quantised if it is so there.
 
-    features: VisionFeatures
+    Attributes:
+        dtype: in which the language model gets it.
+    """
+
+    features: StoredFeatures
+    dtype: torch.dtype
 
     def pin_memory(self) -> CachedImage:
         """Page-locked copy."""
-        f = self.features
-        return CachedImage(
-            VisionFeatures(f.image_embeds.pin_memory(), f.deepstack_features.pin_memory(), f.image_grid_thw)
-        )
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def on(self, device: torch.device) -> VisionFeatures:
+        """The features on a device; quantised ones travel in their 8 bits and are dequantised there."""
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return restore(moved.features, self.dtype)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CachedImage:
+        """A copy in which every tensor but the grid, which the host reads, was changed."""
+        tensors = self.features.tensors()
+        changed = {name: tensor if name == "image_grid_thw" else change(tensor) for name, tensor in tensors.items()}
+        return CachedImage(stored_features(changed), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,17 @@ class CachedSource(FeatureSource):
 
     def load(self, image: SampleImage) -> StepImage:
         """See FeatureSource."""
-        return CachedImage(self._cache.read(image.key))
+        return CachedImage(
+            self._cache.read_stored(image.key, self._shared_memory(image.key)), self._cache.manifest.compute_dtype
+        )
+
+    def _shared_memory(self, key: str) -> torch.Tensor | None:
+        """In a data-loader worker, memory that the training process maps: it would be copied to such memory anyway."""
+        if get_worker_info() is None:
+            return None
+        size = self._cache.out_bytes(key)
+        storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # as default_collate does
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class LiveSource(FeatureSource):
@@ -86,9 +111,7 @@ def features_on(device: torch.device, images: Sequence[StepImage], tower: Vision
     found = []
     for image in images:
         if isinstance(image, CachedImage):
-            f = image.features
-            embeds, deepstack = (t.to(device, non_blocking=True) for t in (f.image_embeds, f.deepstack_features))
-            found.append(VisionFeatures(embeds, deepstack, f.image_grid_thw))
+            found.append(image.on(device))
         elif tower is None:
             raise TypeError("pixels need the vision tower; this run was set up without it")
         else:

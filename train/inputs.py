@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,8 +11,10 @@ from cache.checkpoint import load_hf_config
 from cache.fingerprint import expected_fingerprint
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
-from cache.reader import FeatureCache, find_cache
+from cache.reader import FeatureCache
 from cache.records import Record
+from cache.remote import find_cache_at
+from cache.staging import stage
 from cache.vision_tower import VisionTower
 from train.chat import ChatEncoder
 from train.config import TrainConfig
@@ -48,7 +50,7 @@ class Inputs:
         cache, limit = None, job.cache.max_image_pixels
         source: FeatureSource = LiveSource(processor, limit)
         if job.from_cache:
-            cache = find_cache(
+            cache = find_cache_at(
                 job.cache_dir,
                 expected_fingerprint(job.model, job.cache),
                 any_backend=job.cache.image_processor_backend == "auto",
@@ -57,6 +59,28 @@ class Inputs:
             source = CachedSource(cache)
         builder = SampleBuilder(encoder, processor.merge_size, job.data)
         return cls(image_token_id, processor, builder, cache, source, limit)
+
+    def staged(self, job: Job, splits: Sequence[str], progress: Progress, *, local_rank: int) -> Inputs:
+        """These inputs, reading from the node's own disk where cache.stage_to names it.
+
+        Args:
+            splits: whose shards to copy.
+            local_rank: the node's process 0 copies, the others wait for it.
+
+        Raises:
+            CacheError, ResourceError: see cache.staging.stage.
+        """
+        if self.cache is None or job.cache.stage_to is None:
+            return self
+        copy = stage(
+            self.cache,
+            job.cache.stage_to,
+            splits,
+            progress,
+            copies=local_rank == 0,
+            verify_checksums=job.cache.verify_checksums,
+        )
+        return replace(self, cache=copy, source=CachedSource(copy))
 
     def known(self, split: str, progress: Progress) -> Callable[[Sequence[Record]], KnownImages]:
         """Where keys and grids of a split's images come from: the cache, or the files' headers."""

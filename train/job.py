@@ -39,7 +39,7 @@ class Job:
     """The sections of the configuration that a run needs.
 
     Attributes:
-        cache_dir: the cache's folder.
+        cache_dir: the cache's folder, or an address (see cache.remote).
         output_dir: the run folder.
         from_cache: train from the cache; else the tower runs in every step.
     """
@@ -49,7 +49,7 @@ class Job:
     cache: CacheConfig
     train: TrainConfig
     eval: EvalConfig
-    cache_dir: Path
+    cache_dir: Path | str
     output_dir: Path
     from_cache: bool
 
@@ -63,9 +63,15 @@ class Job:
             "from_cache": self.from_cache,
             "data.train": self.data.splits[self.train.split].path if self.train.split in self.data.splits else None,
             **{f"cache.{k}": getattr(self.cache, k) for k in ("dtype", "min_pixels", "max_pixels")},
+            "cache.storage_dtype": self._storage_dtype(),
             **{f"train.{k}": v for k, v in train.items()},
             **{f"train.lora.{k}": v for k, v in lora.items()},
         }
+
+    def _storage_dtype(self) -> str | None:
+        """None where training gets the tower's own numbers: the live path does whatever the cache would hold."""
+        quantized = self.from_cache and self.cache.storage_dtype != "same"
+        return self.cache.storage_dtype if quantized else None
 
     def length(self) -> dict[str, float]:
         """How long the run is to be; a longer one goes on from the last checkpoint."""

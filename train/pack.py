@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from train.attention import BLOCK_SIZE, BlockLayout, dense_mask
-from train.prefix_tree import Node, Symbols, build_forest, shared_length
+from train.prefix_tree import Node, Symbols, build_forest
 from train.sample import Sample, widen, widths
 from train.sample import Sequence as Widened
 
@@ -59,35 +59,6 @@ class Pack:
         if self.blocks is not None:
             return self.blocks.block_mask(self.visible_until)
         return None if self.is_causal else dense_mask(self.visible_until)
-
-
-def split_into_packs(
-    samples: Sequence[Sample],
-    symbols: Sequence[Symbols],
-    order: Sequence[int],
-    *,
-    image_token_id: int,
-    merge_size: int,
-    tokens_per_pack: int,
-    share: bool,
-) -> Iterator[list[int]]:
-    """Cut the samples in `order` into runs whose rows hold at most `tokens_per_pack` tokens, prefixes counted once.
-
-    A sample longer than that has a run of its own. The cut never changes what is in a step.
-    """
-    run: list[int] = []
-    held = 0
-    for index in order:
-        tokens = widths(samples[index], image_token_id=image_token_id, merge_size=merge_size)
-        common = shared_length(symbols[run[-1]], symbols[index]) if run and share else 0
-        added = int(tokens[common:].sum())
-        if run and held + added > tokens_per_pack:
-            yield run
-            run, held, added = [], 0, int(tokens.sum())
-        run.append(index)
-        held += added
-    if run:
-        yield run
 
 
 def build_pack(

@@ -50,7 +50,9 @@ def run_training(
     checkpoint = open_run(job.output_dir, job.settings(), resume=job.train.resume)
     if resolved_config is not None and arguments.process_index == 0:
         write_text(job.output_dir / CONFIG_FILE, resolved_config)
+    splits = [job.train.split, *([job.train.eval_split] if evaluate and job.train.eval_split is not None else [])]
     inputs = Inputs.open(job)
+    inputs = inputs.staged(job, splits, progress, local_rank=arguments.local_process_index)
     samples = inputs.samples.training(job.train.split, inputs.known(job.train.split, progress), progress)
     share = {"rank": arguments.process_index, "world_size": arguments.world_size}
     train_steps = inputs.steps(samples, job.train, shuffle=True, **share)

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cache.pixels import leave_signals_to_parent
+from train.cut import Costs, balanced_shares, runs_within
 from train.features import FeatureSource, StepImage
 from train.order import Order, epoch_order
-from train.pack import Pack, build_pack, split_into_packs
+from train.pack import Pack, build_pack
 from train.prefix_tree import sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
 
@@ -62,7 +63,7 @@ class StepDataset(Dataset[Step]):
         seed: of the order; None keeps the dataset's order.
         order, share_prefixes: see TrainConfig.
         blocks: make rows for flex_attention.
-        rank, world_size: this process's share is every world_size-th sample of a step, from rank on.
+        rank, world_size: of this process; the shares of a step are cut so that the longest is as short as can be.
     """
 
     def __init__(
@@ -109,35 +110,40 @@ class StepDataset(Dataset[Step]):
 
     def __getitem__(self, index: StepIndex) -> Step:
         samples = [self._samples[i] for i in self.indices(*index)]
-        mine = samples[self._rank :: self._world_size]
-        return self._build(samples, mine) if mine else self._idle(samples)
-
-    def _build(self, samples: list[Sample], mine: list[Sample]) -> Step:
-        distinct = {image.key: image for sample in mine for image in sample.images}
-        places = {key: place for place, key in enumerate(distinct)}
-        symbols = symbols_of(mine, self._image_token_id)
-        order = sharing_order(symbols) if self._share else list(range(len(mine)))
+        symbols = symbols_of(samples, self._image_token_id)
+        order = sharing_order(symbols) if self._share else list(range(len(samples)))
         model = {"image_token_id": self._image_token_id, "merge_size": self._merge_size}
-        runs = split_into_packs(mine, symbols, order, tokens_per_pack=self._budget, share=self._share, **model)
+        costs = Costs.of(samples, symbols, order, share=self._share, **model)
+        shares = balanced_shares(costs, self._world_size)
+        # A process without a sample in a short step must still take part in the reduction of gradients.
+        idle = self._rank >= len(shares)
+        runs = [range(1)] if idle else runs_within(costs, shares[self._rank], self._budget)
+        mine = [samples[order[place]] for run in runs for place in run]
+        images = {image.key: image for sample in mine for image in sample.images}
+        places = {key: place for place, key in enumerate(images)}
         packs = [
-            build_pack(mine, symbols, run, places, share=self._share, blocks=self._blocks, **model) for run in runs
+            build_pack(
+                samples,
+                symbols,
+                [order[place] for place in run],
+                places,
+                share=self._share,
+                blocks=self._blocks,
+                **model,
+            )
+            for run in runs
         ]
+        if idle:
+            packs = [replace(pack, target_weights=torch.zeros_like(pack.target_weights)) for pack in packs]
         return Step(
             packs=tuple(packs),
-            images=tuple(self._source.load(image) for image in distinct.values()),
+            images=tuple(self._source.load(image) for image in images.values()),
             total_weight=sum(sample.total_weight for sample in samples),
             num_samples=len(samples),
             num_image_tokens=sum(
                 num_image_tokens(image.grid, self._merge_size) for sample in samples for image in sample.images
             ),
         )
-
-    def _idle(self, samples: list[Sample]) -> Step:
-        """For a process without a sample in a short step: it must still take part in the reduction of gradients."""
-        step = self._build(samples, samples[:1])
-        (pack,) = step.packs
-        silent = replace(pack, target_weights=torch.zeros_like(pack.target_weights))
-        return Step((silent,), step.images, step.total_weight, step.num_samples, step.num_image_tokens)
 
 
 class StepSampler(Sampler[list[StepIndex]]):

@@ -1,25 +1,21 @@
-"""safetensors shards: three tensors an entry, memory-mapped random access.
+"""safetensors shards: three tensors an entry, four where it is quantised. The default.
 
 Format: https://github.com/huggingface/safetensors. Names: `<key>/image_embeds`, `<key>/deepstack_features`,
-`<key>/image_grid_thw`; see docs/cache-format.md.
+`<key>/image_grid_thw`, `<key>/scales`; see docs/cache-format.md.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from cache.features import SCALES
+from cache.formats.base import Entry, ShardFormat, ShardReader, new_file
+from cache.formats.extents import FIELDS, KEY, EntryExtents, ShardFile, TensorExtent
+from cache.formats.safetensors_header import read_header
+from cache.formats.safetensors_layout import SafetensorsLayout
 
-from cache.features import VisionFeatures
-from cache.formats.base import Entry, ShardFormat, ShardReader
-
-FIELDS = ("image_embeds", "deepstack_features", "image_grid_thw")
+METADATA = {"format": "pt"}
 
 
 class SafetensorsFormat(ShardFormat):
@@ -29,54 +25,39 @@ class SafetensorsFormat(ShardFormat):
     suffix = ".safetensors"
 
     def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        try:
-            save_file(_separate(entries), path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise _as_os_error(error, path) from error
+        tensors = {f"{key}/{field}": t for key, features in entries for field, t in features.tensors().items()}
+        with new_file(path) as file:
+            SafetensorsLayout(tensors, 0, METADATA).write(file)
 
-    def open(self, path: Path) -> ShardReader:
-        try:
-            return _Reader(path)
-        except SafetensorError as error:
-            raise ValueError(f"is not a safetensors file: {error}") from error
+    def open_file(self, file: ShardFile) -> ShardReader:
+        return _Reader(file)
 
 
 class _Reader(ShardReader):
-    def __init__(self, path: Path) -> None:
-        file: Any = safe_open(path, framework="pt")
-        self._file, self._names = file, frozenset(file.keys())
+    def __init__(self, file: ShardFile) -> None:
+        super().__init__(file)
+        self._entries = entries_of(read_header(file, 0, file.size, METADATA))
 
     def keys(self) -> list[str]:
-        return sorted(name.removesuffix("/image_embeds") for name in self._names if name.endswith("/image_embeds"))
+        return sorted(self._entries)
 
-    def read(self, key: str) -> VisionFeatures:
-        names = [f"{key}/{field}" for field in FIELDS]
-        if not self._names.issuperset(names):
-            raise KeyError(key)
-        try:
-            return VisionFeatures(*(self._file.get_tensor(name) for name in names))
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-
-    def close(self) -> None:
-        del self._file
+    def extents(self, key: str) -> EntryExtents:
+        return self._entries[key]
 
 
-def _separate(entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-    """The tensors by name, as save_file takes them: contiguous, no two in one storage. Copies only where it must."""
-    tensors: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for key, features in entries:
-        for field in FIELDS:
-            tensor: torch.Tensor = getattr(features, field).contiguous()
-            if tensor.untyped_storage().data_ptr() in storages:
-                tensor = tensor.clone()
-            storages.add(tensor.untyped_storage().data_ptr())
-            tensors[f"{key}/{field}"] = tensor
-    return tensors
+def entries_of(tensors: dict[str, TensorExtent]) -> dict[str, EntryExtents]:
+    """Tensors by `<key>/<field>` -> entries by key.
 
-
-def _as_os_error(error: SafetensorError, path: Path) -> OSError:
-    """The library tells the system's error number in its message only."""
-    code = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(str(error))
+    Raises:
+        ValueError: a name is not of this kind, or an entry is not complete.
+    """
+    found: dict[str, dict[str, TensorExtent]] = {}
+    for name, extent in tensors.items():
+        key, _, field = name.partition("/")
+        if not KEY.fullmatch(key) or field not in (*FIELDS, SCALES):
+            raise ValueError(f"tensor {name[:100]!r} does not belong into a shard")
+        found.setdefault(key, {})[field] = extent
+    for key, fields in found.items():
+        if not fields.keys() >= set(FIELDS):
+            raise ValueError(f"entry {key[:12]}... has {', '.join(fields)} only")
+    return {key: EntryExtents(**fields) for key, fields in found.items()}

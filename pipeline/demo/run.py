@@ -112,7 +112,9 @@ def _saved(run: Path) -> list[tuple[str, str]]:
 
 def _some(predictions: Path) -> list[str]:
     lines = predictions.read_text(encoding="utf-8").splitlines()
-    return lines[:: max(1, len(lines) // REPORT_SAMPLES)][:REPORT_SAMPLES]
+    # One further each time: every image has the same questions in the same order, and a plain stride shows one of them.
+    stride = max(1, len(lines) // REPORT_SAMPLES) + 1
+    return [lines[index % len(lines)] for index in range(0, REPORT_SAMPLES * stride, stride)]
 
 
 def _sample(folder: Path, prediction: dict[str, Any]) -> ReportSample:

@@ -13,6 +13,7 @@ import gc
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,24 @@ from train.loss import pack_loss
 from train.model import autocast, load_language_model, prepare_for_training
 
 DEVICE = torch.device("cuda")
-# questions an image, images a step, tokens a pack
-CASES = ((9, 4, 10240), (1, 8, 12288))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: questions an image, images a step, tokens a pack, settings, GiB the allocator may take."""
+
+    questions: int
+    images: int
+    budget: int
+    settings: dict[str, Any]
+    gib: float | None = None
+
+
+CASES = {
+    "9 an image": Case(9, 4, 10240, {}),
+    "1 an image": Case(1, 8, 12288, {}),
+    "9 an image, NF4, 22 GiB": Case(9, 4, 2560, {"quantization": "nf4"}, 22),
+}
 
 
 def main() -> None:
@@ -41,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     arguments = parser.parse_args()
     import transformers
 
@@ -51,10 +69,13 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     checkpoint = make_8b_checkpoint(arguments.work / "model-8b")
-    for questions, images, budget in CASES:
-        config = prepare(arguments.work / f"q{questions}", checkpoint, questions, images, budget)
+    for number, name in enumerate(arguments.cases):
+        case = CASES[name]
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.gib * 2**30 / total) if case.gib else 1.0)
+        config = prepare(arguments.work / f"case{number}", checkpoint, case)
         for measure in (bare, loop):
-            lines.append(measure(config, questions))
+            lines.append(measure(config, name))
             gc.collect()
             torch.cuda.empty_cache()
         print(*lines[-2:], sep="\n", flush=True)
@@ -62,10 +83,10 @@ def main() -> None:
     print("\n".join(lines))
 
 
-def prepare(work: Path, checkpoint: Path, questions: int, images: int, budget: int) -> Path:
+def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
     """Dataset, configuration and cache."""
     work.mkdir(parents=True, exist_ok=True)
-    rows = make_dataset(work, images=images * 4, questions=questions)
+    rows = make_dataset(work, images=case.images * 4, questions=case.questions)
     config = {
         "model": str(checkpoint),
         "data": {"splits": {"train": str(rows)}},
@@ -74,12 +95,13 @@ def prepare(work: Path, checkpoint: Path, questions: int, images: int, budget: i
         "train": {
             "max_steps": 16,
             "order": "image",
-            "effective_batch_size": images * questions,
-            "tokens_per_pack": budget,
+            "effective_batch_size": case.images * case.questions,
+            "tokens_per_pack": case.budget,
             "lora": {"r": 32, "lora_alpha": 64},
             "dataloader_num_workers": 4,
             "save_steps": 1000,
             "report_to": ["none"],
+            **case.settings,
         },
     }
     file = work / "my.yaml"
@@ -88,7 +110,7 @@ def prepare(work: Path, checkpoint: Path, questions: int, images: int, budget: i
     return file
 
 
-def bare(config_file: Path, questions: int) -> str:
+def bare(config_file: Path, name: str) -> str:
     """Forward and backward of the packs of four steps, again and again."""
     c = load_config(config_file)
     inputs = Inputs.open(Job(c.model, c.data, c.cache, c.train, c.eval, c.cache_dir, c.output_dir, True))
@@ -128,10 +150,10 @@ def bare(config_file: Path, questions: int) -> str:
     padding = _padding([p for _, packs in held for p in packs])
     peak = torch.cuda.max_memory_allocated() / 2**30
     rate = statistics.median(times) / count
-    return f"| {questions} an image, packs | {rate:.1f} | {tokens:.0f} | {padding:.1%} | {peak:.1f} | | {first:.0f} |"
+    return f"| {name}, packs | {rate:.1f} | {tokens:.0f} | {padding:.1%} | {peak:.1f} | | {first:.0f} |"
 
 
-def loop(config_file: Path, questions: int) -> str:
+def loop(config_file: Path, name: str) -> str:
     """`pipeline train --from-cache`, median of the last steps."""
     torch.cuda.reset_peak_memory_stats()
     _run("train", "--config", str(config_file), "--from-cache")
@@ -140,7 +162,7 @@ def loop(config_file: Path, questions: int) -> str:
     last = [line for line in lines if "samples_per_second" in line][-8:]
     rate = 1000 / statistics.median(line["samples_per_second"] for line in last)
     wait = statistics.median(line["data_wait_share"] for line in last)
-    return f"| {questions} an image, whole loop | {rate:.1f} | | | {last[-1]['peak_memory_gib']:.1f} | {wait:.1%} | |"
+    return f"| {name}, whole loop | {rate:.1f} | | | {last[-1]['peak_memory_gib']:.1f} | {wait:.1%} | |"
 
 
 def _padding(packs: list[Any]) -> float:

@@ -70,7 +70,7 @@ def test_dtype_and_size_are_as_asked(
     plan = builder.plan("train", SILENT)
     summary = builder.run("train", SILENT)
     assert plan.todo_bytes == summary.image_tokens * bytes_per_token
-    assert plan.todo_bytes <= summary.written_bytes <= plan.todo_bytes + 3000
+    assert plan.todo_bytes <= summary.written_bytes <= plan.todo_bytes + 8192  # the header, up to the next page
     features = FeatureCache(builder.folder)
     for image in features.split("train").images:
         assert features[image.path].image_embeds.dtype == (torch.float32 if dtype else torch.bfloat16)

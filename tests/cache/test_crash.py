@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 import warnings
@@ -17,9 +19,10 @@ import pytest
 from cache.atomic import TEMPORARY_MARK
 from cache.formats import SafetensorsFormat
 from cache.reader import FeatureCache, fingerprint_folders
+from cache.vision_tower import VisionTower
 from pipeline.config import PipelineConfig
 
-from .conftest import SILENT, assert_same, assert_same_entries, builder_of, committed_keys
+from .conftest import SILENT, assert_same, assert_same_entries, builder_of, committed_keys, draw_images, write_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -109,7 +112,7 @@ def test_death_at_every_step_of_the_commits(tmp_path: Path, cached: Any) -> None
         assert_recovers(moved(config, tmp_path / str(step)), whole)
         step += 1
     shards = len(list((whole.folder / "shards").glob("*.json")))
-    assert step == 1 + 3 * (2 * shards + 2), "manifest and split list, then shard and index of each shard"
+    assert step == 1 + 3 * (2 * shards + 3), "manifest, index file and split list; shard and index of each shard"
     assert {0, len(whole)} <= kept
     assert len(kept) == shards + 1
 
@@ -151,6 +154,74 @@ def test_death_at_some_instants(tmp_path: Path, cached: Any) -> None:
     deaths_in_time(tmp_path, cached, 6, seed=1)
 
 
+def killed_after(config: PipelineConfig, seconds: float, encoded: Path) -> bool:
+    """Cache in a process that is killed after some time; returns whether it was still at work.
+
+    Each image that it encodes is noted in `encoded`, a file that outlives it.
+    """
+
+    def work() -> None:
+        encode = VisionTower.encode
+
+        def counted(self: VisionTower, pixels: Any, grids: Any) -> Any:
+            features = encode(self, pixels, grids)
+            with encoded.open("ab", buffering=0) as noted:
+                noted.write(b"." * len(grids))
+            return features
+
+        VisionTower.encode = counted  # type: ignore[method-assign]
+        builder_of(config).run("train", SILENT)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+    child.join(seconds)
+    child.kill()
+    child.join(60)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def kills_over_whole_runs(tmp_path: Path, make_config: Any, kills: int, seed: int) -> None:
+    """Run after run from an empty folder, each killed at random instants until it is done; every entry is compared."""
+    rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 24))
+    config = make_config({"train": str(rows)}, cache={"shard_size": 40_000})
+    whole = FeatureCache(builder_of(config).run("train", SILENT).folder)
+    largest = max(len(json.loads(f.read_text())["entries"]) for f in (whole.folder / "shards").glob("*.json"))
+    started = time.perf_counter()
+    assert not killed_after(moved(config, tmp_path / "timed"), 60, tmp_path / "timed.count")
+    whole_time = time.perf_counter() - started
+    dice, done, run = random.Random(seed), 0, 0
+    while done < kills:
+        run += 1
+        this, encoded = moved(config, tmp_path / str(run)), tmp_path / f"{run}.count"
+        killed = True
+        while killed:
+            before = committed_keys(this.cache_dir)
+            encoded.write_bytes(b"")
+            killed = killed_after(this, dice.uniform(0, whole_time), encoded)
+            done += killed
+            after = committed_keys(this.cache_dir)
+            assert set(before) <= set(after)
+            assert len(after) == len(set(after)), "an entry twice"
+            assert encoded.stat().st_size - (len(after) - len(before)) <= largest, "more than the shard in hand is lost"
+            assert_sound(this.cache_dir, whole)
+        assert_recovers(this, whole)
+        shutil.rmtree(this.cache_dir)
+
+
+def test_some_kills_over_whole_runs(tmp_path: Path, make_config: Any) -> None:
+    kills_over_whole_runs(tmp_path, make_config, 8, seed=5)
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_many_kills_over_whole_runs(tmp_path: Path, make_config: Any) -> None:
+    kills_over_whole_runs(tmp_path, make_config, 250, seed=6)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_death_at_many_instants(tmp_path: Path, cached: Any) -> None:
-    deaths_in_time(tmp_path, cached, 200, seed=2)
+    deaths_in_time(tmp_path, cached, 100, seed=2)

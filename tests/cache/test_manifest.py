@@ -104,7 +104,7 @@ def test_a_file_that_is_not_ours_is_named(tmp_path: Path, file: str, content: by
     with pytest.raises(CacheError, match="is damaged") as caught:
         load_manifest(tmp_path), load_shard_indexes(tmp_path), load_split(tmp_path, "val")
     assert caught.value.where == str(tmp_path / file)
-    assert "remove this file" in str(caught.value.do)
+    assert "--repair" in str(caught.value.do)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
 
 from cache.errors import CacheError
+from cache.files import LocalFiles
 from cache.formats import SafetensorsFormat
 from cache.manifest import Manifest, SplitImage, SplitImages, load_shard_indexes, save_manifest, save_split
-from cache.reader import MAX_OPEN_SHARDS, FeatureCache
+from cache.reader import FeatureCache
 from cache.writer import CacheWriter
 
 from .conftest import assert_same, random_features
@@ -135,7 +136,7 @@ def test_goes_to_worker_processes(folder: Path) -> None:
 
 
 def test_more_shards_than_are_held_open(folder: Path) -> None:
-    count = MAX_OPEN_SHARDS + 6
+    count = LocalFiles.max_open_shards + 6
     with CacheWriter(folder, SafetensorsFormat(), shard_size=1) as writer:
         for number in range(count):
             writer.add(f"{100 + number:064x}", random_features(number))

@@ -17,12 +17,13 @@ from cache.features import VisionFeatures
 from cache.records import ImageRef
 from train.chat import EncodedText
 from train.config import LoraConfig, TrainConfig
+from train.cut import Costs, balanced_shares, runs_within
 from train.lora import add_lora
 from train.loss import pack_loss
 from train.model import load_language_model
-from train.pack import Pack, build_pack, split_into_packs
+from train.pack import Pack, build_pack
 from train.prefix_tree import Node, build_forest, sharing_order, symbols_of
-from train.sample import Sample, SampleImage, make_sample, widths
+from train.sample import Sample, SampleImage, make_sample
 
 GRIDS = {"a": (1, 4, 4), "b": (1, 2, 6), "c": (1, 6, 2)}
 MERGE = 2
@@ -139,20 +140,35 @@ def test_forest_holds_each_sample_once_and_whole(drawn: list[list[Piece]]) -> No
     assert tokens <= sum(len(numbers) for numbers in symbols)
 
 
-@given(drawn=forests(), budget=st.integers(1, 80), share=st.booleans())
+@given(drawn=forests(), budget=st.integers(1, 80), share=st.booleans(), count=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_cutting_keeps_every_sample_and_the_budget(drawn: list[list[Piece]], budget: int, share: bool) -> None:
+def test_cutting_keeps_every_sample_and_the_budget(
+    drawn: list[list[Piece]], budget: int, share: bool, count: int
+) -> None:
     samples = [_sample(pieces, 7777) for pieces in drawn]
     symbols = symbols_of(samples, 7777)
     order = sharing_order(symbols) if share else list(range(len(samples)))
     settings_ = {"image_token_id": 7777, "merge_size": MERGE}
-    runs = list(split_into_packs(samples, symbols, order, tokens_per_pack=budget, share=share, **settings_))
-    assert [index for run in runs for index in run] == order
-    for run in runs:
+    costs = Costs.of(samples, symbols, order, share=share, **settings_)
+    shares = balanced_shares(costs, count)
+    assert [place for part in shares for place in part] == list(range(len(samples)))
+    assert len(shares) <= count
+
+    def length(run: range) -> int:
         places = dict.fromkeys(GRIDS, 0)
-        length = build_pack(samples, symbols, run, places, share=share, **settings_).input_ids.shape[1]
-        assert length <= budget or len(run) == 1
-        assert length <= sum(int(widths(samples[index], **settings_).sum()) for index in run)
+        members = [order[place] for place in run]
+        return build_pack(samples, symbols, members, places, share=share, **settings_).input_ids.shape[1]
+
+    if count == 1 or len(samples) == 1:
+        assert shares == [range(len(samples))]
+    else:  # no cut in two is better than the one that was chosen
+        longest = max(length(part) for part in balanced_shares(costs, 2))
+        halves = [max(length(range(cut)), length(range(cut, len(samples)))) for cut in range(1, len(samples))]
+        assert longest <= min([*halves, length(range(len(samples)))])
+    for part in shares:
+        runs = runs_within(costs, part, budget)
+        assert [place for run in runs for place in run] == list(part)
+        assert all(length(run) <= budget or len(run) == 1 for run in runs)
 
 
 def test_what_is_worth_sharing() -> None:

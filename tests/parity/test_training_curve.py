@@ -100,6 +100,7 @@ def test_thirty_steps_and_what_comes_after(
         "learning_rate": LEARNING_RATE,
         "warmup_steps": 3,
         "seed": SEED,
+        "order": "sample",
         "eval_split": None,
     }
     file = write_config({"train": str(data_dir / "train.jsonl"), "val": str(data_dir / "val.jsonl")}, train=train)

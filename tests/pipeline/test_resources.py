@@ -69,7 +69,7 @@ def test_a_disk_that_fills_up_while_caching(
 def test_a_disk_too_small_is_told_before_anything_is_spent(
     run: Callable[..., Any], config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("cache.build.free_bytes", lambda _folder: 1000)
+    monkeypatch.setattr("cache.plan.free_bytes", lambda _folder: 1000)
 
     result = run("cache", "--config", config(ROW), "--split", "train")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,10 +13,14 @@ import pytest
 import torch
 
 from cache.features import VisionFeatures
-from cache.formats import ShardFormat
+from cache.formats import ShardFormat, ShardReader
+from cache.formats.base import checksum
 from tests.cache.conftest import assert_same, random_features
 
 KEYS = [f"{number:064x}" for number in range(0xA0, 0xAC)]
+
+
+_shared: list[ShardReader] = []  # a forked process inherits it
 
 
 class ShardFormatExam:
@@ -82,6 +89,53 @@ class ShardFormatExam:
         reader.close()
         assert_same(read, features)
 
+    @pytest.mark.parametrize("tokens", [1, 7, 64])
+    def test_reads_into_memory_that_is_given(self, tmp_path: Path, tokens: int) -> None:
+        features = [random_features(n, tokens=tokens, dtype="bfloat16") for n in range(2)]
+        reader = self.shard_format.open(self.written(tmp_path, *features))
+        size = reader.extents(KEYS[0]).out_bytes
+        out = torch.full((size + 100,), 7, dtype=torch.uint8)
+        first, last = out.data_ptr(), out.data_ptr() + out.numel()
+        for key, expected in zip(KEYS, features, strict=False):
+            read = reader.read(key, out)
+            assert_same(read, expected)
+            assert all(first <= t.data_ptr() < last for t in (read.image_embeds, read.deepstack_features))
+        assert bool((out[size:] == 7).all())
+        assert_same(reader.read(KEYS[0]), features[0])
+        assert_same(reader.read(KEYS[1], out), features[1])
+
+    def test_memory_that_does_not_fit_is_refused(self, tmp_path: Path) -> None:
+        reader = self.shard_format.open(self.written(tmp_path, random_features(0)))
+        size = reader.extents(KEYS[0]).out_bytes
+        memory = torch.zeros(4 * size, dtype=torch.uint8)
+        for out in (memory[: size - 1], memory[::2], memory.view(torch.float32), memory.view(4, -1), memory.to("meta")):
+            with pytest.raises(TypeError, match="out "):
+                reader.read(KEYS[0], out)
+
+    def test_equal_entries_give_equal_files(self, tmp_path: Path) -> None:
+        contents = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            path = self.written(tmp_path / name, *(random_features(n) for n in range(3)))
+            os.utime(path, (0, 0))
+            contents.append(path.read_bytes())
+        assert contents[0] == contents[1]
+
+    def test_threads_and_forked_processes_share_a_reader(self, tmp_path: Path) -> None:
+        features = [random_features(n, tokens=50 + n) for n in range(len(KEYS))]
+        reader = self.shard_format.open(self.written(tmp_path, *features))
+        order = random.Random(0).choices(range(len(KEYS)), k=200)
+
+        def check(number: int) -> None:
+            assert_same(reader.read(KEYS[number]), features[number])
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(check, order))
+        _shared[:] = [reader]
+        with multiprocessing.get_context("fork").Pool(2) as processes:
+            sums = processes.map(_checksum_of, [KEYS[n] for n in order], chunksize=10)
+        assert sums == [checksum(features[n]) for n in order]
+
     def test_changing_what_was_read_changes_nothing_else(self, tmp_path: Path) -> None:
         features = random_features(0)
         path = self.written(tmp_path, features)
@@ -130,3 +184,13 @@ class ShardFormatExam:
     def test_a_folder_that_is_not_there_is_an_os_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             self.written(tmp_path / "nowhere", random_features(0))
+
+    def test_a_named_pipe_is_refused_without_waiting(self, tmp_path: Path) -> None:
+        path = tmp_path / f"shard{self.shard_format.suffix}"
+        os.mkfifo(path)
+        with pytest.raises(ValueError, match="not a regular file"):
+            self.shard_format.open(path)
+
+
+def _checksum_of(key: str) -> str:
+    return checksum(_shared[0].read(key))

@@ -1,0 +1,183 @@
+"""What caching costs and what it brings, from header sizes alone: bytes, hours, read rate, epochs until it pays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from cache.checkpoint import load_hf_config
+from cache.config import Dtype, ModelConfig
+from cache.features import QUANTIZED_DTYPES
+from cache.fingerprint import FORMAT_VERSION
+from cache.manifest import Manifest
+
+MOST_RESOLUTIONS = 12  # shown; the rest is summed up
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """How many numbers the tower gives for an image token.
+
+    Attributes:
+        hidden_size: numbers a token and level.
+        num_deepstack_levels: levels besides the main one.
+    """
+
+    hidden_size: int
+    num_deepstack_levels: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> FeatureShape:
+        """From the checkpoint's config; no weights are read.
+
+        Raises:
+            ConfigError: the config cannot be loaded.
+        """
+        vision = load_hf_config(model).vision_config
+        return cls(vision.out_hidden_size, len(vision.deepstack_visual_indexes))
+
+    def bytes_per_token(self, dtype: str, *, levels: int | None = None) -> int:
+        """Bytes a token in a storage dtype, over all levels or over so many DeepStack levels and the main one."""
+        count = self.num_deepstack_levels if levels is None else levels
+        described: dict[str, Any] = {"hidden_size": self.hidden_size, "num_deepstack_levels": count}
+        described |= {"dtype": "bfloat16", "storage_dtype": dtype} if dtype in QUANTIZED_DTYPES else {"dtype": dtype}
+        # The same formula as that of the cache that is made.
+        return Manifest(
+            format_version=FORMAT_VERSION, format="", fingerprint={}, made_by={}, **described
+        ).bytes_per_token()
+
+    def by_level(self, dtype: str, tokens: int) -> dict[str, int]:
+        """Bytes of so many tokens: `main`, each `deepstack.N`, and `total`."""
+        main = tokens * self.bytes_per_token(dtype, levels=0)
+        total = tokens * self.bytes_per_token(dtype)
+        levels = {
+            f"deepstack.{n}": (total - main) // self.num_deepstack_levels for n in range(self.num_deepstack_levels)
+        }
+        return {"main": main, **levels, "total": total}
+
+
+STORAGE_DTYPES: tuple[str, ...] = (*get_args(Dtype), *QUANTIZED_DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """Of one distinct image: upright size in pixels, and tokens in a sequence."""
+
+    height: int
+    width: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured or given.
+
+    Attributes:
+        images_per_second: of the cache stage, all processes together.
+        samples_per_second: of training from the cache.
+        sources: where each was found, by name, for a person.
+    """
+
+    images_per_second: float | None = None
+    samples_per_second: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitEstimate:
+    """One split, or several together.
+
+    Attributes:
+        records: usable ones.
+        image_uses: (record, image) pairs; an image of two questions counts twice.
+        used_tokens: image tokens over all uses.
+        images: the distinct ones by content.
+        refused: image path -> why it cannot be used.
+    """
+
+    name: str
+    records: int
+    image_uses: int
+    used_tokens: int
+    images: Mapping[Hashable, ImageFacts]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def together(cls, splits: list[SplitEstimate]) -> SplitEstimate:
+        """All splits; an image that stands in two of them counts once."""
+        return cls(
+            "together",
+            sum(s.records for s in splits),
+            sum(s.image_uses for s in splits),
+            sum(s.used_tokens for s in splits),
+            {key: image for s in splits for key, image in s.images.items()},
+            {path: why for s in splits for path, why in s.refused.items()},
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens of the distinct images."""
+        return sum(image.tokens for image in self.images.values())
+
+    def resolutions(self) -> dict[str, int]:
+        """`WIDTHxHEIGHT` -> distinct images, the most frequent first, the rare ones summed up as `other`."""
+        counts = Counter(f"{image.width}x{image.height}" for image in self.images.values())
+        shown = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MOST_RESOLUTIONS])
+        rest = len(self.images) - sum(shown.values())
+        return {**shown, "other": rest} if rest else shown
+
+    def token_histogram(self) -> dict[str, int]:
+        """`LOW-HIGH` image tokens, by powers of two -> distinct images."""
+        counts = Counter(image.tokens.bit_length() for image in self.images.values())
+        return {f"{1 << bits - 1}-{(1 << bits) - 1}": counts[bits] for bits in sorted(counts)}
+
+    def costs(self, bytes_per_token: int, rates: Rates) -> dict[str, float]:
+        """Hours, MB/s and epochs that follow from the rates; see ASSUMPTIONS. Empty without images or rates.
+
+        Args:
+            bytes_per_token: of the dtype that the configuration stores.
+        """
+        found: dict[str, float] = {}
+        if not self.images:
+            return found
+        if rates.images_per_second:
+            rate = rates.images_per_second
+            found["hours_to_cache"] = len(self.images) / rate / 3600
+            found["tower_hours_saved_per_epoch_at_least"] = len(self.images) / rate / 3600
+            found["tower_hours_saved_per_epoch_at_most"] = self.image_uses / rate / 3600
+        if rates.samples_per_second:
+            bytes_per_sample = self.used_tokens * bytes_per_token / self.records
+            found["read_megabytes_per_second"] = rates.samples_per_second * bytes_per_sample / 1e6
+            found["hours_per_epoch_from_cache"] = self.records / rates.samples_per_second / 3600
+        if rates.images_per_second:
+            # The tower's rate cancels out: the cache stage runs it once an image, an epoch once a use or once an image.
+            found["epochs_until_it_pays_at_best"] = len(self.images) / self.image_uses
+            found["epochs_until_it_pays_at_worst"] = 1.0
+        return found
+
+    def figures(self, shape: FeatureShape, dtype: str, rates: Rates) -> dict[str, Any]:
+        """Everything, for a JSON file."""
+        return {
+            "records": self.records,
+            "image_uses": self.image_uses,
+            "distinct_images": len(self.images),
+            "refused_images": dict(self.refused),
+            "image_tokens": self.tokens,
+            "resolutions": self.resolutions(),
+            "tokens_per_image": self.token_histogram(),
+            "bytes": {name: shape.by_level(name, self.tokens) for name in STORAGE_DTYPES},
+            **self.costs(shape.bytes_per_token(dtype), rates),
+        }
+
+
+ASSUMPTIONS = (
+    "without the cache the tower runs at the rate of the cache stage (which decodes and writes as well)",
+    "at best: every question on an image runs the tower anew; at worst: once an image and epoch, because all its "
+    "questions fall into the same step",
+    "reading is free as long as the disk gives the read rate below, in which each sample reads its own images; samples "
+    "of one step that share an image read it once",
+    "samples_per_second is that of training from the cache",
+    "bytes are those of the features; names, indexes and padding add a few kB an image at most",
+)

@@ -1,0 +1,109 @@
+"""Several processes of this program at once, e.g. one per GPU: waited for, stopped together, named when they fail."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cache.errors import CacheError, ConfigError, DataError, PipelineError, ResourceError, StoppedError
+
+_BY_EXIT_CODE = {kind.exit_code: kind for kind in (ConfigError, DataError, CacheError, ResourceError)}
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process for one part.
+
+    Attributes:
+        name: for messages.
+        command: program and arguments.
+        environment: the whole environment.
+        log: where its output goes.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+    log: Path
+
+
+def run_children(children: Sequence[Child], should_stop: Callable[[], bool]) -> None:
+    """Run all at once and wait for all; one that fails leaves the others alone. They never wait for each other.
+
+    Raises:
+        PipelineError: a child failed; named, with the end of its log, as the error that its exit code stands for.
+        StoppedError: `should_stop` said so; the children were asked to stop (SIGTERM) and have ended.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for child in children:
+            child.log.parent.mkdir(parents=True, exist_ok=True)
+            with child.log.open("wb") as log:
+                # A session of its own: what a terminal or a scheduler sends to the group reaches the child through
+                # the parent only, once.
+                process = subprocess.Popen(  # noqa: S603  (our own program)
+                    child.command,
+                    env=child.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            running.append(process)
+        stopping = _wait(running, should_stop)
+    finally:
+        _end(running)
+    failed = [(child, p.returncode) for child, p in zip(children, running, strict=True) if p.returncode]
+    if stopping and all(code in (143, -15) for _, code in failed):
+        raise StoppedError("stopped; everything encoded so far is kept", do="run the same command to go on")
+    if failed:
+        raise _failure(failed, len(children))
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], should_stop: Callable[[], bool]) -> bool:
+    """Until all have ended; returns whether they were asked to."""
+    asked = False
+    while any(process.poll() is None for process in running):
+        if should_stop() and not asked:
+            asked = True
+            for process in running:
+                process.terminate()
+        time.sleep(_POLL_SECONDS)
+    return asked
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Leave no child behind when waiting was cut short."""
+    left = [process for process in running if process.poll() is None]
+    for process in left:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in left:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _failure(failed: Sequence[tuple[Child, int]], count: int) -> PipelineError:
+    child, code = failed[0]
+    names = ", ".join(f"{one.name} ({_ending(code)})" for one, code in failed)
+    lines = child.log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").strip().splitlines()[-6:]
+    kind = ResourceError if code == -9 else _BY_EXIT_CODE.get(code, PipelineError)
+    return kind(
+        f"{len(failed)} of {count} processes failed: {names}. What the first said:\n    " + "\n    ".join(lines),
+        where=str(child.log),
+        do="mend that, then run the same command again: what the processes have committed is kept",
+    )
+
+
+def _ending(code: int) -> str:
+    if code == -9:
+        return "killed, most often because memory ran out"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

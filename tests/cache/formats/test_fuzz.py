@@ -1,0 +1,102 @@
+"""Mutated shards: the right data, an error of ours, or a checksum that does not match. Never a crash or a hang."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cache.formats import FORMATS, ShardFormat
+from cache.formats.base import checksum
+from tests.cache.conftest import random_features
+
+from .conftest import KEYS
+
+ENTRIES = [(key, random_features(n, tokens=2 + n, dtype="bfloat16")) for n, key in enumerate(KEYS)]
+SUMS = {key: checksum(features) for key, features in ENTRIES}
+NUMBERS = [0, 1, 7, 255, 1 << 15, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1]
+MAX_MEMORY = 1 << 22  # the shards have some 20 kB
+
+
+def mutated(whole: bytes, dice: random.Random) -> bytes:
+    """One to three changes. Most hit places that are not zero: the structure, above all."""
+    content = bytearray(whole)
+    places = [n for n, byte in enumerate(whole) if byte]
+    for _ in range(dice.choice([1, 1, 2, 3])):
+        place = min(dice.choice(places), len(content) - 1) if dice.random() < 0.9 else dice.randrange(len(content))
+        kind = dice.randrange(7)
+        length = dice.choice([1, 2, 4, 8, 64, 600])
+        if kind == 0:
+            content[place] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            content[place : place + length] = dice.randbytes(length)
+        elif kind == 2:
+            size = dice.choice([2, 4, 8])
+            number = dice.choice(NUMBERS) % (1 << 8 * size)
+            content[place : place + size] = number.to_bytes(size, "little")
+        elif kind == 3:
+            del content[place : place + length]
+        elif kind == 4:
+            content[place:place] = dice.randbytes(length)
+        elif kind == 5:
+            source = dice.randrange(len(content))
+            content[place : place + length] = content[source : source + length]
+        else:
+            del content[max(place, 1) :]
+    return bytes(content)
+
+
+def outcome(shard_format: ShardFormat, path: Path) -> str:
+    """What a reader says of a file, entry by entry, as a cache would take it."""
+    try:
+        reader = shard_format.open(path)
+    except (ValueError, OSError):
+        return "not opened"
+    worst = "right data"
+    for key in KEYS:
+        try:
+            if checksum(reader.read(key)) != SUMS[key]:
+                worst = "checksum"
+        except (ValueError, OSError, KeyError):
+            worst = "not read"
+    reader.close()
+    return worst
+
+
+def run(shard_format: ShardFormat, folder: Path, seed: int, count: int) -> Counter[str]:
+    path = folder / f"shard{shard_format.suffix}"
+    shard_format.write(path, ENTRIES)
+    whole = path.read_bytes()
+    dice = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            path.write_bytes(mutated(whole, dice))
+            tracemalloc.reset_peak()
+            try:
+                outcomes[outcome(shard_format, path)] += 1
+            except BaseException as error:
+                raise AssertionError(f"seed {seed}, input {number}") from error
+            assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY, f"seed {seed}, input {number}"
+    finally:
+        tracemalloc.stop()
+    return outcomes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_sample(tmp_path: Path, name: str) -> None:
+    outcomes = run(FORMATS[name], tmp_path, seed=0, count=200)
+    assert outcomes["not opened"] > 10
+    assert outcomes["not read"] + outcomes["checksum"] > 10, outcomes
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("name", FORMATS)
+def test_many(tmp_path: Path, name: str, seed: int) -> None:
+    outcomes = run(FORMATS[name], tmp_path, seed=seed, count=2500)
+    assert outcomes.total() == 2500

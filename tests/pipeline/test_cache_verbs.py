@@ -1,0 +1,120 @@
+"""plan, verify, prune and the options of cache, as a user runs them: output, exit codes, what to do next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.exit import StopRequest
+
+from .conftest import record
+
+
+def features(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "run" / "features").iterdir()
+    return folder
+
+
+def test_plan_before_and_after_a_measurement(
+    run: Callable[..., Any], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = config(*(record(f"good{number}.png") for number in (0, 1, 2, 0)))
+    before = run("plan", "--config", file)
+    assert before.code == 0, before.err
+    assert "train: 4 records, 3 distinct images in 4 uses" in before.out
+    assert "no rate is known yet" in before.out
+    assert not (tmp_path / "run").exists(), "a plan writes nothing"
+    assert run("cache", "--config", file, "--split", "train").code == 0
+    figures = json.loads(run("plan", "--config", file, "--split", "train", "--json").out)
+    assert figures["images_per_second"] > 0
+    assert figures["splits"]["train"]["epochs_until_it_pays_at_best"] == pytest.approx(3 / 4)
+    given = run("plan", "--config", file, "--images-per-second", 2, "--samples-per-second", 8, "--json")
+    assert json.loads(given.out)["splits"]["train"]["hours_to_cache"] == pytest.approx(3 / 2 / 3600)
+    run("plan", "--config", file, "--split", "nope").check_refusal(2, "unknown split 'nope'")
+
+
+def test_verify_says_what_to_run_and_that_mends_it(run: Callable[..., Any], cached: Path, tmp_path: Path) -> None:
+    sound = run("verify", "--config", cached)
+    assert sound.code == 0, sound.err
+    assert "sound: 1 shards, 3 entries" in sound.out
+    (shard,) = (features(tmp_path) / "shards").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    for options in ([], ["--split", "train"]):
+        run("verify", "--config", cached, *options).check_refusal(
+            4, f"shards/{shard.name}: its bytes do not match", "`pipeline cache --repair --split train`"
+        )
+    mended = run("cache", "--config", cached, "--repair", "--split", "train")
+    assert mended.code == 0, mended.err
+    assert "kept             2 intact images" in mended.out
+    assert "encoded now      1 images" in mended.out
+    assert (features(tmp_path) / "damaged").is_dir()
+    assert run("verify", "--config", cached).code == 0
+    assert "2 damaged files that were moved aside" in run("prune", "--config", cached, "--dry-run").out
+    assert run("prune", "--config", cached, "--leftovers", "--yes", "--dry-run").code == 0
+    assert list((features(tmp_path) / "damaged").iterdir())
+    assert run("prune", "--config", cached, "--leftovers", "--yes").code == 0
+    assert not list((features(tmp_path) / "damaged").iterdir())
+
+
+def test_a_damaged_list_and_manifest_are_mended(run: Callable[..., Any], cached: Path, tmp_path: Path) -> None:
+    for name in ("manifest.json", "splits/train.json"):
+        file = features(tmp_path) / name
+        file.write_bytes(file.read_bytes()[:-30])
+        run("verify", "--config", cached).check_refusal(4, name, "--repair")
+        assert run("cache", "--config", cached, "--split", "train").code == 4
+        mended = run("cache", "--config", cached, "--repair", "--split", "train")
+        assert "encoded now      0 images" in mended.out, mended.err
+        assert run("verify", "--config", cached).code == 0
+
+
+def test_parts_by_hand(run: Callable[..., Any], config: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+    file = config(*(record(f"good{number}.png") for number in range(3)))
+    run("cache", "--config", file, "--split", "train", "--num-parts", 2, "--part", 2).check_refusal(2, "no part 2 of 2")
+    parts = [["--num-parts", "2", "--part", str(part)] for part in (0, 1)]
+    first = run("cache", "--config", file, "--split", "train", *parts[0])
+    assert first.code == 0, first.err
+    run("train", "--config", file, "--from-cache").check_refusal(4, "not complete", "--num-parts 2 --part 1`")
+    run("verify", "--config", file).check_refusal(4, "0 damaged files", "--num-parts 2 --part 1`")
+    assert run("cache", "--config", file, "--split", "train", *parts[1]).code == 0
+    assert run("verify", "--config", file).code == 0
+    assert run("train", "--config", file, "--from-cache").code == 0
+    assert (tmp_path / "run" / "cache-train.part-1-of-2.json").is_file()
+
+
+def test_prune_deletes_only_with_yes(run: Callable[..., Any], cached: Path, tmp_path: Path) -> None:
+    name = features(tmp_path).name
+    shown = run("prune", "--config", cached, "--fingerprint", name)
+    assert "nothing was deleted" in shown.out
+    run("prune", "--config", cached, "--fingerprint", "nope", "--yes").check_refusal(2, "no fingerprint 'nope'", name)
+    assert run("prune", "--config", cached, "--fingerprint", name, "--yes").code == 0
+    assert not list((tmp_path / "run" / "features").iterdir())
+    run("verify", "--config", cached).check_refusal(4, "there is no cache here")
+
+
+def test_a_signal_that_is_handed_on_as_well_is_one_request() -> None:
+    request = StopRequest()
+    handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
+    request.install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request()
+        request.ECHO_SECONDS = 0.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        other = StopRequest().install()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert other()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
