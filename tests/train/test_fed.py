@@ -22,7 +22,6 @@ from train.inputs import Inputs
 from train.run import run_training
 from train.sample import SampleImage
 from train.step import StepDataset, make_loader
-from train.throughput import Throughput
 
 from ..range_server import Site  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import Run, job_of
@@ -121,24 +120,22 @@ def test_an_address_is_read_from_and_never_written_to(write_config: Callable[...
 
 @dataclass
 class Watched(FeatureSource):
-    """Counts, or takes its time."""
+    """Counts what is read."""
 
     source: FeatureSource
-    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.keys: list[str] = []
 
     def load(self, image: SampleImage) -> StepImage:
         self.keys.append(image.key)
-        time.sleep(self.seconds)
         return self.source.load(image)
 
 
-def steps_with(config: PipelineConfig, seconds: float = 0.0, **train: Any) -> tuple[StepDataset, Watched]:
+def steps_with(config: PipelineConfig, **train: Any) -> tuple[StepDataset, Watched]:
     inputs = Inputs.open(job_of(config))
     assert isinstance(inputs.source, CachedSource)
-    watched = Watched(inputs.source, seconds)
+    watched = Watched(inputs.source)
     samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent())
     settings = config.train.model_copy(update=train)
     return replace(inputs, source=watched).steps(samples, settings, shuffle=True), watched
@@ -157,23 +154,34 @@ def test_each_image_is_read_once_a_step(config: PipelineConfig) -> None:
     assert saved > 0, "some step has several questions on one image"
 
 
-def wait_share(steps: StepDataset, *, workers: int, seconds: float) -> float:
-    """Of a loop whose steps take `seconds` each, after its first step."""
-    loader = make_loader(steps, num_workers=workers, pin_memory=False, prefetch_factor=2, persistent_workers=False)
-    throughput = Throughput(torch.device("cpu"))
+class _Announced(FeatureSource):
+    """Leaves a file for each image that it reads, for a test to see from another process."""
+
+    def __init__(self, source: FeatureSource, folder: Path) -> None:
+        self._source, self._folder = source, folder
+
+    def load(self, image: SampleImage) -> StepImage:
+        (self._folder / f"{time.monotonic_ns()}-{image.key[:8]}").touch()
+        return self._source.load(image)
+
+
+def test_workers_read_ahead_of_need(config: PipelineConfig, tmp_path: Path) -> None:
+    """While the first step is in hand, the images of later steps are read, without anybody asking for them."""
+    seen = tmp_path / "read"
+    seen.mkdir()
+    inputs = Inputs.open(job_of(config))
+    samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent())
+    settings = config.train.model_copy(update={"effective_batch_size": 4, "order": "sample"})
+    steps = replace(inputs, source=_Announced(inputs.source, seen)).steps(samples, settings, shuffle=True)
+    loader = make_loader(steps, num_workers=2, pin_memory=False, prefetch_factor=2, persistent_workers=False)
     batches = iter(loader)
-    for number in range(len(steps)):
-        with throughput.waiting():
-            throughput.count(next(batches))
-        if number == 0:
-            throughput.pause()  # workers start but once
-        time.sleep(seconds)
-    return throughput.report(0)["data_wait_share"]
-
-
-def test_two_workers_read_ahead_of_need(config: PipelineConfig) -> None:
-    steps, _ = steps_with(config, seconds=0.02, effective_batch_size=4)
-    alone = wait_share(steps, workers=0, seconds=0.1)
-    ahead = wait_share(steps, workers=2, seconds=0.1)
-    assert alone > 0.15, "reading in the loop itself is felt"
-    assert ahead < 0.05
+    first = next(batches)
+    taken = [{image.key for i in steps.indices(0, n) for image in samples.samples[i].images} for n in range(4)]
+    wanted = sum(len(keys) for keys in taken)  # two workers, two steps each
+    assert len(first.images) == len(taken[0]) < wanted
+    deadline = time.monotonic() + 60
+    while len(list(seen.iterdir())) < wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(list(seen.iterdir())) >= wanted
+    for _ in batches:
+        pass
