@@ -34,7 +34,7 @@ check: $(VENV)/.installed
 
 ## make soak    the tests that take longer
 soak: $(VENV)/.installed
-	$(BIN)/pytest -m soak
+	$(BIN)/pytest -n 2 -m soak
 
 ## make docs    write docs/configuration.md from the docstrings of the settings
 docs: $(VENV)/.installed
