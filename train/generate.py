@@ -34,8 +34,7 @@ def generate(
     """
     device = next(model.parameters()).device
     longest = max(len(prompt.input_ids) for prompt in prompts)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    input_ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
+    input_ids = torch.full((len(prompts), longest), _padding(tokenizer), dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):  # left padding, so that every row generates at its end
         input_ids[row, longest - len(prompt.input_ids) :] = torch.from_numpy(prompt.input_ids)
@@ -51,14 +50,25 @@ def generate(
     output = model.generate(
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad,
+        **greedy(tokenizer, max_new_tokens),
         **vision,
     )
     texts: list[str] = tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
     return texts
+
+
+def greedy(tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
+    """Settings of the stock `generate` under which an answer is the same every time; sampling is taken back."""
+    return {
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": _padding(tokenizer),
+    }
+
+
+def _padding(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

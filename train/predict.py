@@ -15,6 +15,7 @@ from cache.preprocess import ImageProcessor, decode
 from cache.records import Image, ImageRef, Record, Text, Turn
 from train.chat import ChatEncoder
 from train.config import EvalConfig, TrainConfig
+from train.generate import greedy
 from train.lora import load_adapter
 from train.model import load_full_model, training_device
 from train.sample import SampleImage, make_sample, widen
@@ -74,13 +75,7 @@ def predict(
         output = full.generate(
             input_ids=input_ids.to(device),
             attention_mask=torch.ones_like(input_ids).to(device),
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_new_tokens=evaluation.max_new_tokens,
-            eos_token_id=encoder.tokenizer.eos_token_id,
-            pad_token_id=encoder.tokenizer.pad_token_id,
+            **greedy(encoder.tokenizer, evaluation.max_new_tokens),
             **vision,
         )
     return str(encoder.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
