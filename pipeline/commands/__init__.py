@@ -1,0 +1,1 @@
+"""The verbs of the command line, by what they work on; pipeline.cli lists them."""

@@ -1,0 +1,131 @@
+"""The verbs of the adapter: train, eval, predict, merge, demo."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.exit import stop_request
+from pipeline.options import AdapterOption, ConfigOption, DryRun, SetOption, job_of, load
+
+
+def train(
+    config: ConfigOption,
+    from_cache: Annotated[
+        bool,
+        typer.Option("--from-cache", help="Read features from the cache. Without it the tower runs in every step."),
+    ] = False,
+    overrides: SetOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a LoRA adapter. Goes on from the last checkpoint when the run folder has one."""
+    from pipeline.config import dump_config
+    from pipeline.progress import Bar
+    from train.run import describe, is_finished, run_training
+
+    settings = load(config, overrides)
+    job = job_of(settings, from_cache=from_cache)
+    with Bar() as progress:
+        if dry_run:
+            print(describe(job, progress))
+            return
+        if is_finished(job):
+            print(f"already finished: {job.output_dir / 'adapter'}")
+            return
+        adapter = run_training(job, progress, stop_request.install(), resolved_config=dump_config(settings))
+    if adapter is not None:
+        print(f"adapter saved in {adapter}")
+
+
+def evaluate(
+    config: ConfigOption,
+    split: Annotated[str, typer.Option(help="Which split of data.splits to evaluate.")] = "val",
+    adapter: AdapterOption = None,
+    base: Annotated[bool, typer.Option("--base", help="Evaluate the model without an adapter.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Run the tower instead of reading the cache.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Loss and generated answers on a split, from the cache. Writes predictions.jsonl and metrics.json."""
+    from cache.atomic import write_text
+    from pipeline.progress import Bar
+    from train.evaluate_split import run_evaluation
+
+    settings = load(config, overrides)
+    job = job_of(settings, from_cache=not live)
+    where = None if base else adapter or settings.output_dir / "adapter"
+    with Bar() as progress:
+        result = run_evaluation(job, split, where, progress)
+    folder = settings.output_dir / (f"eval-{split}-base" if base else f"eval-{split}")
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in result.predictions)
+    write_text(folder / "predictions.jsonl", lines)
+    write_text(folder / "metrics.json", json.dumps(result.scores, indent=1))
+    for name, value in result.scores.items():
+        print(f"{name:16s} {value:.4f}")
+    print(f"predictions in {folder / 'predictions.jsonl'}")
+
+
+def predict(
+    prompt: Annotated[
+        str, typer.Option(help="The question; `<image>` marks where an image goes, else they go in front.")
+    ],
+    image: Annotated[list[Path] | None, typer.Option(help="Image file. May be repeated.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="The YAML file; names the model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id, instead of --config.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of the adapter. Default: the run folder's, if any.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Without an adapter.")] = False,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Ask the full stock model, tower included, about a raw image."""
+    from cache.errors import ConfigError
+    from pipeline.config import config_for_model
+    from train.predict import predict as answer
+
+    if (config is None) == (model is None):
+        raise ConfigError("predict needs either --config or --model", do="give one of them: each names the model")
+    settings = load(config, overrides) if config is not None else config_for_model(str(model), overrides)
+    default = settings.output_dir / "adapter"
+    chosen = adapter or (default if config is not None and default.is_dir() else None)
+    print(
+        answer(
+            settings.model,
+            settings.cache,
+            settings.train,
+            settings.eval,
+            images=image or [],
+            prompt=prompt,
+            adapter=None if base else chosen,
+            system=system,
+        )
+    )
+
+
+def merge(
+    config: ConfigOption,
+    output: Annotated[Path, typer.Option(help="Folder for the merged checkpoint; must not exist.")],
+    adapter: AdapterOption = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Upload it there as well.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Merge the adapter into a full checkpoint that the stock class loads."""
+    from train.merge import merge as merge_adapter
+
+    settings = load(config, overrides)
+    where = adapter or settings.output_dir / "adapter"
+    print(merge_adapter(settings.model, settings.train, adapter=where, output=output, push_to_hub=push_to_hub))
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("demo-output"),
+) -> None:
+    """The whole job on a tiny model and drawn screenshots; no GPU and no hub needed."""
+    from pipeline.demo.run import run_demo
+
+    run_demo(output)

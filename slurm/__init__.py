@@ -1,0 +1,1 @@
+"""Rendering, submitting and watching SLURM jobs. Imports none of the other packages."""
