@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cache.errors import ResourceError
@@ -21,16 +22,11 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
     Raises:
         ResourceError: the disk or the quota is full.
     """
-    temporary = target.with_name(f"{target.name}{TEMPORARY_MARK}{secrets.token_hex(4)}")
+    temporary = temporary_beside(target)
     try:
-        write(temporary)
-        _flush(temporary)
-        temporary.replace(target)
-        _flush(target.parent)
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise disk_full(target) from error
-        raise
+        with full_disk_named(target):
+            write(temporary)
+            put_in_place(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -38,6 +34,37 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
 def write_text(target: Path, text: str) -> None:
     """Replace `target` by `text` (UTF-8) in one step."""
     write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def temporary_beside(target: Path) -> Path:
+    """A name for what is going to be `target`; no other writer takes it."""
+    return target.with_name(f"{target.name}{TEMPORARY_MARK}{secrets.token_hex(4)}")
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Flush a whole file to the disk and give it its name, for good.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    _flush(temporary)
+    temporary.replace(target)
+    _flush(target.parent)
+
+
+@contextmanager
+def full_disk_named(target: Path) -> Iterator[None]:
+    """A full disk or quota within the block is an error of ours that names `target`.
+
+    Raises:
+        ResourceError: see above.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise disk_full(target) from error
+        raise
 
 
 def disk_full(target: Path, what: str = "the disk (or your quota) is full") -> ResourceError:

@@ -15,9 +15,10 @@ from cache.bad_records import reject_images
 from cache.batches import batches, in_batch_order
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, DataConfig, ModelConfig
+from cache.copy_back import CopyBack
 from cache.dataset import Rejection, require_few
 from cache.errors import DataError, StoppedError
-from cache.features import StoredFeatures, stored_features
+from cache.features import VisionFeatures
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
 from cache.formats import FORMATS
 from cache.manifest import (
@@ -32,15 +33,16 @@ from cache.manifest import (
     save_split,
 )
 from cache.parts import Part
-from cache.pixels import load_pixels
+from cache.patches import Normalizer
+from cache.pixels import Pixels, load_pixels
 from cache.plan import Plan, make_plan
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
-from cache.quantize import to_storage
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
 
 ShouldStop = Callable[[], bool]
+_Encoder = Callable[[list[Pixels]], list[VisionFeatures]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,12 @@ class CacheBuilder:
             self._save_split(plan, {})  # parts that start later need not scan, and a missing one is noticed
         started = time.perf_counter()
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
-        with CacheWriter(self.folder, FORMATS[self._cache.format], shard_size=self._cache.shard_size) as writer:
-            broken = self._encode(plan, writer, progress, should_stop) if plan.todo else {}
+        shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
+        with (
+            CacheWriter(self.folder, shard_format, shard_size=size, num_entries=len(plan.todo)) as writer,
+            CopyBack(writer, self._cache) as results,
+        ):
+            broken = self._encode(plan, results, progress, should_stop) if plan.todo else {}
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
         rejected = [*plan.rejected, *late]
@@ -175,10 +181,10 @@ class CacheBuilder:
         )
 
     def _encode(
-        self, plan: Plan, writer: CacheWriter, progress: Progress, should_stop: ShouldStop
+        self, plan: Plan, results: CopyBack, progress: Progress, should_stop: ShouldStop
     ) -> dict[str, DataError]:
-        """Encode and write what is to do; returns the images that could not be decoded, by path."""
-        tower: VisionTower | None = None  # loaded for the first image that can be decoded
+        """Encode what is to do; returns the images that could not be decoded, by path."""
+        encode: _Encoder | None = None  # loaded for the first image that can be decoded
         broken: dict[str, DataError] = {}
         progress.start("encoding images", len(plan.todo), "image")
         todo = in_batch_order(plan.todo, self._cache)
@@ -192,18 +198,20 @@ class CacheBuilder:
                     reject_images(plan.records, paths, self._data)
                     broken |= paths
             if decoded:
-                tower = tower or VisionTower.load(self._model, self._cache, weights=self._weights)
-                encoded = tower.encode([p.pixel_values for p in decoded], [p.image_grid_thw for p in decoded])
-                for pixels, features in zip(decoded, encoded, strict=True):
-                    image, _ = todo[pixels.index]
-                    # Where the tower ran: half the bytes to copy back.
-                    stored = to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
-                    writer.add(image.key, _to_cpu(stored))
+                encode = encode or self._encoder()
+                results.add([todo[pixels.index][0] for pixels in decoded], encode(decoded))
             progress.advance(len(batch))
             if should_stop():
                 raise StoppedError("stopped; everything encoded so far is kept", do="run the same command to go on")
         progress.finish()
         return broken
+
+    def _encoder(self) -> _Encoder:
+        tower = VisionTower.load(self._model, self._cache, weights=self._weights)
+        normalize = Normalizer(self.processor, tower.device)
+        return lambda batch: tower.encode(
+            [normalize(pixels.patches) for pixels in batch], [pixels.image_grid_thw for pixels in batch]
+        )
 
     def _save_split(self, plan: Plan, broken: dict[str, DataError]) -> None:
         """Write the image list without what cannot be decoded, by this part or by others.
@@ -236,7 +244,3 @@ class CacheBuilder:
                 num_parts=plan.part.count if plan.part else 1,
             ),
         )
-
-
-def _to_cpu(features: StoredFeatures) -> StoredFeatures:
-    return stored_features({name: tensor.cpu() for name, tensor in features.tensors().items()})

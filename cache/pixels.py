@@ -12,29 +12,30 @@ from torch.utils.data import DataLoader, Dataset
 from cache.config import CacheConfig
 from cache.errors import DataError
 from cache.keys import image_key
+from cache.patches import cut
 from cache.preprocess import ImageProcessor, decode
 from cache.records import ImageRef
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """One image as the tower takes it, or why it cannot be decoded.
+    """One image, resized and cut into patches, or why it cannot be decoded.
 
     Attributes:
         index: which of the images.
-        pixel_values: (P, C * T * patch * patch) float32.
+        patches: see cache.patches.cut.
         image_grid_thw: (3,) int64.
         error: set when the image cannot be used; then the tensors are empty.
     """
 
     index: int
-    pixel_values: torch.Tensor
+    patches: torch.Tensor
     image_grid_thw: torch.Tensor
     error: DataError | None = None
 
     def pin_memory(self) -> Pixels:
         """Called by the data loader where there is a GPU."""
-        return Pixels(self.index, self.pixel_values.pin_memory(), self.image_grid_thw, self.error)
+        return Pixels(self.index, self.patches.pin_memory(), self.image_grid_thw, self.error)
 
 
 class _PixelDataset(Dataset[Pixels]):
@@ -59,7 +60,7 @@ class _PixelDataset(Dataset[Pixels]):
                     do="touch the file, so that it is hashed again, and run the same command again",
                 )
             image = decode(data, where=ref.path, max_image_pixels=self._limit)
-            return Pixels(index, *self._processor(image, where=ref.path))
+            return Pixels(index, *cut(self._processor, image, where=ref.path))
         except DataError as error:
             # Handed over as a value: raised in a worker it would end the whole loader.
             return Pixels(index, torch.empty(0), torch.empty(0), error)

@@ -42,27 +42,31 @@ def run_children(children: Sequence[Child], should_stop: Callable[[], bool]) -> 
     running: list[subprocess.Popen[bytes]] = []
     try:
         for child in children:
-            child.log.parent.mkdir(parents=True, exist_ok=True)
-            with child.log.open("wb") as log:
-                # A session of its own: what a terminal or a scheduler sends to the group reaches the child through
-                # the parent only, once.
-                process = subprocess.Popen(  # noqa: S603  (our own program)
-                    child.command,
-                    env=child.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            running.append(process)
+            running.append(start(child))
         stopping = _wait(running, should_stop)
     finally:
-        _end(running)
+        end(running)
     failed = [(child, p.returncode) for child, p in zip(children, running, strict=True) if p.returncode]
     if stopping and all(code in (143, -15) for _, code in failed):
         raise StoppedError("stopped; everything encoded so far is kept", do="run the same command to go on")
     if failed:
         raise _failure(failed, len(children))
+
+
+def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:
+    """Start a process whose output goes to its log, behind what is there already if `append`."""
+    child.log.parent.mkdir(parents=True, exist_ok=True)
+    with child.log.open("ab" if append else "wb") as log:
+        # A session of its own: what a terminal or a scheduler sends to the group reaches the child through the parent
+        # only, once.
+        return subprocess.Popen(  # noqa: S603  (our own program)
+            child.command,
+            env=child.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], should_stop: Callable[[], bool]) -> bool:
@@ -77,7 +81,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], should_stop: Callable[[], 
     return asked
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
     """Leave no child behind when waiting was cut short."""
     left = [process for process in running if process.poll() is None]
     for process in left:
@@ -93,17 +97,27 @@ def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _failure(failed: Sequence[tuple[Child, int]], count: int) -> PipelineError:
     child, code = failed[0]
-    names = ", ".join(f"{one.name} ({_ending(code)})" for one, code in failed)
-    lines = child.log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").strip().splitlines()[-6:]
-    kind = ResourceError if code == -9 else _BY_EXIT_CODE.get(code, PipelineError)
-    return kind(
-        f"{len(failed)} of {count} processes failed: {names}. What the first said:\n    " + "\n    ".join(lines),
+    names = ", ".join(f"{one.name} ({ending(code)})" for one, code in failed)
+    return error_of(code)(
+        f"{len(failed)} of {count} processes failed: {names}. What the first said:\n    "
+        + "\n    ".join(last_lines(child.log)),
         where=str(child.log),
         do="mend that, then run the same command again: what the processes have committed is kept",
     )
 
 
-def _ending(code: int) -> str:
+def last_lines(log: Path, count: int = 6) -> list[str]:
+    """The end of a log; of a progress bar that redraws itself only what it showed last."""
+    return log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").strip().splitlines()[-count:]
+
+
+def error_of(code: int) -> type[PipelineError]:
+    """The error that an exit code of this program stands for."""
+    return ResourceError if code == -9 else _BY_EXIT_CODE.get(code, PipelineError)
+
+
+def ending(code: int) -> str:
+    """How a process ended, for a person."""
     if code == -9:
         return "killed, most often because memory ran out"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

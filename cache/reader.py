@@ -14,7 +14,6 @@ from cache.features import StoredFeatures, VisionFeatures
 from cache.files import CacheFiles, LocalFiles
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS, ShardReader
-from cache.formats.base import checksum
 from cache.index import EntryIndex, Location
 from cache.index_table import ShardStamp
 from cache.manifest import (
@@ -188,14 +187,18 @@ class FeatureCache:
         """
         location = self._index[key]
         try:
-            features = self._shard(key, location).read(key, out)
+            shard = self._shard(key, location)
+            if self._verify:
+                features, found = shard.read_checked(key, out)
+            else:
+                features, found = shard.read(key, out), location.checksum
         except KeyError as error:
             raise self._damaged(location, key, "it is not in the shard") from error
         except (ValueError, OSError) as error:
             raise self._damaged(location, key, str(error)) from error
         if not self._fits(features, location):
             raise self._damaged(location, key, "its shape or dtype is not the one that manifest and index state")
-        if self._verify and checksum(features) != location.checksum:
+        if found != location.checksum:
             raise self._damaged(location, key, "its bytes do not match the checksum")
         return features
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -18,6 +18,7 @@ from cache.files import CacheFiles
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.formats.extents import ShardFile
+from cache.formats.relay import Arrived, Part
 from cache.http_transport import HttpTransport
 from cache.index import EntryIndex
 from cache.index_file import INDEX_FILE
@@ -70,6 +71,12 @@ class RemoteFile(ShardFile):
         elif target.nbytes:
             start = self._block(offset, target.nbytes)
             target[:] = self._blocks[start][offset - start : offset - start + target.nbytes]
+
+    def fill_parts(self, parts: Sequence[Part], arrived: Arrived) -> None:
+        """See ShardFile. A part is one request, not many: the way there and back costs more than a checksum."""
+        for target, offset in parts:
+            self.fill(target, offset)
+            arrived(target)
 
     def _block(self, offset: int, size: int) -> int:
         """Where the block starts that holds these bytes; fetched if none does."""

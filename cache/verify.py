@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cache.errors import CacheError
 from cache.formats import FORMATS, ShardFormat
-from cache.formats.base import checksum, file_checksum
+from cache.formats.base import file_checksum
 from cache.index import index_file_damage
 from cache.index_file import INDEX_FILE
 from cache.manifest import (
@@ -242,12 +242,12 @@ def check_entries(
     try:
         for entry in entries:
             try:
-                features = reader.read(entry.key)
+                features, found = reader.read_checked(entry.key)
             except (ValueError, OSError, KeyError) as error:
                 wrong.append(f"entry {entry.key[:12]}... cannot be read: {error}")
                 continue
             grid = tuple(features.image_grid_thw.tolist())
-            if grid == entry.image_grid_thw and checksum(features) == entry.checksum:
+            if grid == entry.image_grid_thw and found == entry.checksum:
                 intact.append(entry)
             else:
                 wrong.append(f"entry {entry.key[:12]}... does not match its checksum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, ResourceError
 from cache.fast_tower import fast_attention, speed_up
 from cache.features import VisionFeatures
+from cache.positions import Grids, Positions
 
 _DEVICES = "use auto, cpu, cuda or cuda:N"
 
@@ -31,6 +33,7 @@ class VisionTower:
             speed_up(module)
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._positions = Positions(module, self.device)
         self._merge_unit = int(module.config.spatial_merge_size) ** 2  # type: ignore[union-attr,arg-type]
 
     @classmethod
@@ -52,20 +55,23 @@ class VisionTower:
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
         """Run the tower over some images at once.
 
+        On a GPU it returns as soon as the work is queued there; nothing in it waits for the device.
+
         Args:
-            pixel_values: per image (P, C * T * patch * patch), any float dtype.
-            grids: per image (3,) int64.
+            pixel_values: per image (P, C * T * patch * patch), any float dtype, on any device.
+            grids: per image (3,) int64, on the CPU.
 
         Returns:
-            Per image its features, on the tower's device and in its dtype.
+            Per image its features, on the tower's device and in its dtype; the grids are the given ones.
 
         Raises:
             ResourceError: the device's memory does not suffice.
         """
-        grid_thw = torch.stack(list(grids)).to(self.device)
+        shapes = tuple((int(t), int(h), int(w)) for t, h, w in (grid.tolist() for grid in grids))
         try:
-            pixels = torch.cat([p.to(self.device, self.dtype, non_blocking=True) for p in pixel_values])
-            output = self._run(pixels, grid_thw, patches=int(grids[0].prod()))
+            # In two steps: in one, the host would convert before it sends.
+            sent = [p.to(self.device, non_blocking=True) for p in pixel_values]
+            output = self._run(torch.cat(sent).to(self.dtype), shapes)
         except RuntimeError as error:
             # On the CPU torch raises a plain RuntimeError.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -83,11 +89,12 @@ class VisionTower:
             for i, grid in enumerate(grids)
         ]
 
-    def _run(self, pixels: torch.Tensor, grid_thw: torch.Tensor, *, patches: int) -> Any:
+    def _run(self, pixels: torch.Tensor, grids: Grids) -> Any:
+        positions = self._positions.of(grids)
         if not self._fast:
-            return self.module(pixels, grid_thw=grid_thw, return_dict=True)
+            return self.module(pixels, **positions, return_dict=True)
         with fast_attention():
-            return self.module(pixels, grid_thw=grid_thw, max_seqlen=patches, return_dict=True)
+            return self.module(pixels, **positions, max_seqlen=math.prod(grids[0]), return_dict=True)
 
 
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:

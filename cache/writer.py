@@ -1,31 +1,64 @@
-"""Collects features and commits them shard by shard."""
+"""Collects features and commits them shard by shard, behind the back of whoever computes them."""
 
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from cache.atomic import write_atomically
+from cache.atomic import full_disk_named, put_in_place, temporary_beside
+from cache.background import Stage
 from cache.errors import PipelineError, StoppedError
 from cache.features import StoredFeatures
-from cache.formats import Entry, ShardFormat
-from cache.formats.base import checksum, file_checksum
+from cache.formats import ShardFormat
+from cache.formats.base import NewShard, checksum, file_checksum
 from cache.index import update_index_file
 from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
+
+# Features that wait to be written, in bytes: a few large images, so that a pause of the disk does not stop the tower.
+WAITING_BYTES = 128 << 20
+_ROOM_SHARE = 1.25  # images differ in size: room for somewhat more entries than there are of the first one's size
+_SMALL_ENTRY = 1 << 20
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """A shard that is being filled."""
+
+    path: Path
+    temporary: Path
+    file: NewShard
+    num_bytes: int = 0
+    entries: list[IndexEntry] = field(default_factory=list)
 
 
 class CacheWriter:
     """Writes shards of about `shard_size` bytes into one fingerprint's folder.
 
     A shard counts once its index is there, and the index is written last. Names carry a random part, so writers that
-    know nothing of each other never meet. Leaving the `with` block commits what is held, whatever ended the block.
+    know nothing of each other never meet. Leaving the `with` block commits what was added, whatever ended the block.
+
+    One thread writes entries into the shard in hand as they are added, another one hashes, flushes and commits the
+    shard before it: at most one at a time. An entry is held in memory until it is in the shard's file, and no longer.
+
+    Args:
+        num_entries: how many will be added at most, where it is known. Then small shards stay small.
+
+    Attributes:
+        committed_bytes, committed_images: so far; final after the block.
     """
 
-    def __init__(self, folder: Path, shard_format: ShardFormat, *, shard_size: int) -> None:
+    def __init__(
+        self, folder: Path, shard_format: ShardFormat, *, shard_size: int, num_entries: int | None = None
+    ) -> None:
         self._folder, self._format, self._shard_size = folder, shard_format, shard_size
-        self._entries: list[Entry] = []
-        self._held_bytes = 0
+        self._expected = num_entries
+        self._open: _OpenShard | None = None
+        self._writing = Stage[tuple[str, StoredFeatures, str]](
+            "write features", self._write, limit=min(WAITING_BYTES, shard_size // 4)
+        )
+        self._committing = Stage[_OpenShard]("commit shards", self._commit, limit=1)
         self.committed_bytes = 0
         self.committed_images = 0
 
@@ -43,48 +76,106 @@ class CacheWriter:
                 raise
             error.add_note(f"What was held in memory could not be written either: {failure}")
         finally:
+            self._writing.close()
+            self._committing.close()
+            self._give_up()
             update_index_file(self._folder)
 
     def add(self, key: str, features: StoredFeatures) -> None:
-        """Take one entry, tensors on the CPU; commits a shard when enough is held."""
-        self._entries.append((key, features))
-        self._held_bytes += features.num_bytes
-        if self._held_bytes >= self._shard_size:
-            self.commit()
-
-    def commit(self) -> None:
-        """Write what is held as one shard. Does nothing when nothing is held.
+        """Take one entry, tensors on the CPU, which must not be changed any more; waits while too many wait.
 
         Raises:
-            ResourceError: the disk is full; what was committed before is intact, what was held is given up.
+            ResourceError: the disk is full: an entry that was added before could not be written. What was committed is
+                intact, what was not is given up.
         """
-        if not self._entries:
-            return
-        # Handed over before the attempt: a shard that could not be written is neither tried again nor held in memory.
-        entries, self._entries, self._held_bytes = self._entries, [], 0
-        name = f"shard-{secrets.token_hex(8)}{self._format.suffix}"
-        path = self._folder / SHARDS / name
-        whole = ""
+        # In the calling thread: it and the writing thread share the work.
+        self._writing.put((key, features, checksum(features)), features.num_bytes)
 
-        def write(temporary: Path) -> None:
-            nonlocal whole
-            self._format.write(temporary, entries)
-            whole = file_checksum(temporary)
+    def commit(self) -> None:
+        """Commit everything that was added, as one more shard where need be.
 
-        write_atomically(path, write)
-        size = path.stat().st_size
-        index = [
-            IndexEntry(key=key, image_grid_thw=_grid(features), checksum=checksum(features))
-            for key, features in entries
-        ]
+        Raises:
+            ResourceError: see `add`.
+        """
+        self._writing.drain()
+        self._hand_over()
+        self._committing.drain()
+
+    def _write(self, item: tuple[str, StoredFeatures, str]) -> None:
+        key, features, digest = item
+        if self._open is not None and not self._open.file.has_room(features):
+            self._hand_over()
+        shard = self._open or self._begin(features)
         try:
-            save_shard_index(self._folder, ShardIndex(shard=name, num_bytes=size, checksum=whole, entries=index))
+            with full_disk_named(shard.path):
+                shard.file.append(key, features)
         except BaseException:
-            if not index_file(self._folder, name).exists():
-                path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
+            self._give_up()
+            raise
+        shard.entries.append(IndexEntry(key=key, image_grid_thw=_grid(features), checksum=digest))
+        shard.num_bytes += features.num_bytes
+        if shard.num_bytes >= self._shard_size:
+            self._hand_over()
+
+    def _begin(self, first: StoredFeatures) -> _OpenShard:
+        """A new shard, with room for about as many entries like the first one as fill it, or as small ones."""
+        like_first = int(_ROOM_SHARE * self._shard_size / max(first.num_bytes, 1)) + 1
+        room = max(like_first, self._shard_size // _SMALL_ENTRY)
+        if self._expected is not None:
+            room = max(1, min(room, self._expected))
+        path = self._folder / SHARDS / f"shard-{secrets.token_hex(8)}{self._format.suffix}"
+        temporary = temporary_beside(path)
+        try:
+            with full_disk_named(path):
+                file = self._format.create(temporary, room)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._open = _OpenShard(path, temporary, file)
+        return self._open
+
+    def _hand_over(self) -> None:
+        """Let the shard in hand be committed; waits until the one before it is."""
+        if self._open is None:
+            return
+        if self._expected is not None:
+            self._expected -= len(self._open.entries)
+        try:
+            self._committing.put(self._open)
+        except BaseException:
+            self._give_up()
+            raise
+        self._open = None
+
+    def _give_up(self) -> None:
+        """Leave nothing of the shard in hand: it is neither tried again nor does it hold space."""
+        shard, self._open = self._open, None
+        if shard is not None:
+            shard.file.abandon()
+            shard.temporary.unlink(missing_ok=True)
+
+    def _commit(self, shard: _OpenShard) -> None:
+        try:
+            with full_disk_named(shard.path):
+                try:
+                    shard.file.finish()
+                except BaseException:
+                    shard.file.abandon()
+                    raise
+                whole = file_checksum(shard.temporary)
+                put_in_place(shard.temporary, shard.path)
+        finally:
+            shard.temporary.unlink(missing_ok=True)
+        size = shard.path.stat().st_size
+        index = ShardIndex(shard=shard.path.name, num_bytes=size, checksum=whole, entries=shard.entries)
+        try:
+            save_shard_index(self._folder, index)
+        except BaseException:
+            if not index_file(self._folder, shard.path.name).exists():
+                shard.path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
             raise
         self.committed_bytes += size
-        self.committed_images += len(entries)
+        self.committed_images += len(shard.entries)
 
 
 def _grid(features: StoredFeatures) -> tuple[int, int, int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -26,9 +24,8 @@ from cache.repack import repack as repack_cache
 from cache.repair import set_damaged_aside
 from cache.verify import verify_cache
 from pipeline.config import PipelineConfig
-
-# What the console script does. -P: a folder named `cache` in the working directory must not take the place of ours.
-_PROGRAM = (sys.executable, "-P", "-c", "from pipeline.cli import main; main()")
+from pipeline.gpus import environment_of, visible_gpus
+from pipeline.options import PROGRAM
 
 
 def summary_file(settings: PipelineConfig, split: str, part: Part | None = None) -> Path:
@@ -86,9 +83,7 @@ def gpu_environments(settings: PipelineConfig, count: int, *, alone: bool) -> li
             f"--gpus {count} with cache.device: {settings.cache.device}",
             do="set cache.device to auto: each gets its own",
         )
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = visible or [str(number) for number in range(there)]
-    return [{**os.environ, "CUDA_VISIBLE_DEVICES": name} for name in names[:count]]
+    return [environment_of(name) for name in visible_gpus()[:count]]
 
 
 def cache_in_processes(
@@ -114,7 +109,7 @@ def cache_in_processes(
         [
             Child(
                 name=part.name,
-                command=(*_PROGRAM, "cache", *arguments, *part.options().split()),
+                command=(*PROGRAM, "cache", *arguments, *part.options().split()),
                 environment=environment,
                 log=settings.output_dir / f"cache-{split}.{part.name}.log",
             )

@@ -7,8 +7,9 @@ import sys
 
 import typer
 
-from pipeline.commands import model, store
-from pipeline.exit import configure_logging, exit_code_of
+from pipeline.commands import experiments, model, slurm, store
+from pipeline.exit import configure_logging, exit_code_of, stop_request
+from pipeline.requeue import requeue_if_asked, take_limit
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fine-tune Qwen3-VL with the frozen vision tower run once per image.\n\n"
     "plan: what the cache costs and brings. cache: run the tower, store its output. verify, prune: look after it. "
-    "train: LoRA or QLoRA from that store. eval, predict, merge: what comes after.",
+    "train: LoRA or QLoRA from that store. eval, predict, merge: what comes after. "
+    "experiments, compare: several runs over one cache.",
 )
 app.command()(store.plan)
 app.command()(store.cache)
@@ -28,6 +30,12 @@ app.command("eval")(model.evaluate)
 app.command()(model.predict)
 app.command()(model.merge)
 app.command()(model.demo)
+app.command()(experiments.experiments)
+app.command()(experiments.compare)
+app.command()(slurm.submit)
+app.command()(slurm.status)
+app.command()(slurm.cancel)
+app.command()(slurm.check)
 
 
 def main() -> None:
@@ -35,4 +43,10 @@ def main() -> None:
     # Rows of ever new lengths fragment the GPU's memory otherwise. Read by torch when it is first imported.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     configure_logging()
-    sys.exit(exit_code_of(lambda: app(standalone_mode=False)))
+    max_requeues = take_limit()
+    if max_requeues is not None:
+        stop_request.install()  # before the slow imports: from now on the signal means a clean stop
+    code = exit_code_of(lambda: app(standalone_mode=False))
+    if max_requeues is not None:
+        requeue_if_asked(max_requeues, stop_request, code)
+    sys.exit(code)

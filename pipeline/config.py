@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cache.config import CacheConfig, DataConfig, ModelConfig, Section, UserPath
 from cache.errors import ConfigError
 from pipeline.config_errors import explain
+from pipeline.experiment_settings import ExperimentConfig, check_names, with_stage_splits, without_empty
+from slurm.config import SlurmConfig
 from train.config import EvalConfig, TrainConfig
 
 
@@ -30,6 +32,26 @@ class PipelineConfig(Section):
     """Training."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
+    experiments: dict[str, ExperimentConfig] = Field(default={})
+    """Several experiments over one cache, each with what it changes of the settings above (docs/experiments.md)."""
+    slurm: SlurmConfig = SlurmConfig()
+    """Jobs of `pipeline submit` (docs/slurm.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage_splits(cls, value: Any) -> Any:
+        return with_stage_splits(value) if isinstance(value, dict) else value
+
+    @field_validator("experiments", mode="before")
+    @classmethod
+    def _empty_experiments(cls, value: object) -> object:
+        return without_empty(value)
+
+    @field_validator("experiments")
+    @classmethod
+    def _experiment_names(cls, value: dict[str, ExperimentConfig]) -> dict[str, ExperimentConfig]:
+        check_names("experiment", value)
+        return value
 
     @property
     def cache_source(self) -> Path | str:
@@ -118,10 +140,19 @@ def _validate(raw: dict[str, Any], overrides: list[str] | None, where: str) -> P
     # A section with nothing below it is null in YAML; it means its defaults.
     given = {name: section for name, section in raw.items() if section is not None}
     try:
-        return PipelineConfig.model_validate(given)
+        config = PipelineConfig.model_validate(given)
     except ValidationError as error:
         lines = explain(error, PipelineConfig, overridden)
         raise ConfigError("\n  ".join(lines), where=where, do="see docs/configuration.md") from None
+    if config.experiments:
+        # They are made of this module's PipelineConfig; a mistake in any of them is told before the first one runs.
+        from pipeline.experiments import experiments_of
+
+        try:
+            experiments_of(config)
+        except ConfigError as error:
+            raise ConfigError(error.what, where=where, do=error.do) from None
+    return config
 
 
 def _apply(raw: dict[str, Any], override: str) -> str:

@@ -42,7 +42,15 @@ pipeline cache --config my.yaml --split val --set data.splits.val.image_root=/da
 pipeline train --config my.yaml --set 'train.report_to=[none]' --set train.eval_split=null
 ```
 """
-_KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", type(None): "null"}
+_KINDS = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+    type(None): "null",
+    Any: "value",
+}
 
 
 def render() -> str:

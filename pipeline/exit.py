@@ -15,6 +15,7 @@ from types import FrameType
 import typer
 
 from cache.errors import CacheError, ConfigError, DataError, PipelineError, ResourceError, StoppedError
+from slurm.errors import SlurmError
 
 BUG = 1
 
@@ -26,6 +27,7 @@ EXIT_CODES = {
     str(DataError.exit_code): "data: a record or an image that cannot be used",
     str(CacheError.exit_code): "cache: missing, incomplete, damaged, or made by something else",
     str(ResourceError.exit_code): "memory or disk ran out",
+    str(SlurmError.exit_code): "SLURM is missing, does not answer, or refused something",
     "128 + n": "ended by signal n (143: SIGTERM, 130: SIGINT, 138: SIGUSR1); the same command goes on from there",
 }
 
@@ -107,6 +109,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("stopped at once; what was committed is kept")
         return stop_request.exit_code
+    if isinstance(error, SlurmError):
+        _say(f"error: {error}")
+        return error.exit_code
     if isinstance(error, PipelineError) and not isinstance(error, StoppedError):
         _say(f"error: {_told(error)}")
         return error.exit_code

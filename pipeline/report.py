@@ -141,8 +141,8 @@ def draw_chart(title: str, series: list[Series]) -> Markup:
     """
     steps = [step for one in series for step, _ in one.points]
     values = [value for one in series for _, value in one.points]
-    across = _round_ticks(min(steps), max(steps))
-    upward = _round_ticks(min(0.0, *values), max(values))
+    across = round_ticks(min(steps), max(steps))
+    upward = round_ticks(min(0.0, *values), max(values))
 
     def x(step: float) -> float:
         return LEFT + (step - across[0]) / (across[-1] - across[0]) * (WIDTH - LEFT - RIGHT)
@@ -153,10 +153,10 @@ def draw_chart(title: str, series: list[Series]) -> Markup:
     parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{} over steps">').format(WIDTH, HEIGHT, title)]
     for tick in upward:
         parts.append(_line("grid", LEFT, y(tick), WIDTH - RIGHT, y(tick)))
-        parts.append(_label(LEFT - 8, y(tick) + 4, "end", _number(tick)))
+        parts.append(_label(LEFT - 8, y(tick) + 4, "end", short_number(tick)))
     for tick in across:
         parts.append(_line("axis", x(tick), HEIGHT - BOTTOM, x(tick), HEIGHT - BOTTOM + 5))
-        parts.append(_label(x(tick), HEIGHT - BOTTOM + 19, "middle", _number(tick)))
+        parts.append(_label(x(tick), HEIGHT - BOTTOM + 19, "middle", short_number(tick)))
     parts.append(_line("axis", LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM))
     parts.append(_label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "middle", "step"))
     for one in series:
@@ -179,7 +179,7 @@ def _label(x: float, y: float, anchor: str, text: str) -> Markup:
     return Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", anchor, escape(text))
 
 
-def _round_ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """About five multiples of 1, 2 or 5 times a power of ten that enclose `low` and `high`."""
     span = high - low or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span / TICKS))
@@ -188,7 +188,7 @@ def _round_ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, max(last, first + 1) + 1)]
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:,.10g}" if abs(value) >= 1 else f"{value:.3g}"

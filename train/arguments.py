@@ -74,6 +74,7 @@ def training_arguments(config: TrainConfig, folder: Path, *, evaluate: bool) -> 
             disable_tqdm=True,
             report_to=list(config.report_to),
             ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,  # they are constants
         )
     except ValueError as error:
         raise ConfigError(
@@ -89,4 +90,4 @@ def _checkpointing(config: TrainConfig) -> dict[str, Any]:
     # transformers renamed these within the range of versions that is supported.
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    return {name: config.gradient_checkpointing, f"{name}_kwargs": {"use_reentrant": False}}
+    return {name: config.gradient_checkpointing or False, f"{name}_kwargs": {"use_reentrant": False}}

@@ -42,7 +42,8 @@ class MetricsFile(TrainerCallback):
         """Write one line."""
         if state.is_world_process_zero and logs:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                line = {"step": state.global_step, "max_steps": state.max_steps, **logs}
+                file.write(json.dumps(line) + "\n")
 
 
 class LogLines(TrainerCallback):
@@ -67,7 +68,11 @@ class LogLines(TrainerCallback):
 
 
 class StopWhenAsked(TrainerCallback):
-    """Writes a checkpoint and stops when asked to; the next start goes on from there."""
+    """Writes a checkpoint and stops when asked to; the next start goes on from there.
+
+    Args:
+        should_stop: asked once a step; must give the same answer in all processes (see stopping.AskedOfAny).
+    """
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         self._should_stop = should_stop

@@ -17,6 +17,15 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class StageSpan:
+    """The tokens [start, stop) of a record that answer one stage of it."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedText:
     """A record's tokens with one placeholder an image, before the placeholders are widened.
 
@@ -24,11 +33,13 @@ class EncodedText:
         input_ids: (S,) int32; the image token stands once for each image part.
         weights: (S,) float32, factor on the loss of predicting this token; 0 where it is no target.
         image_order: for each placeholder, in order, the index into the record's images.
+        stages: of a staged answer; a stage's closing token is with it.
     """
 
     input_ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     image_order: tuple[int, ...]
+    stages: tuple[StageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class _Span:
     start: int
     stop: int
     weight: float
+    stage: str | None
 
 
 class ChatEncoder:
@@ -114,12 +126,17 @@ class ChatEncoder:
         ids = np.asarray(encoding["input_ids"], dtype=np.int32)
         starts = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
         weights = np.zeros(len(ids), dtype=np.float32)
+        stages = []
         for span in spans:
-            weights[(starts >= span.start) & (starts < span.stop)] = span.weight
+            inside = (starts >= span.start) & (starts < span.stop)
+            weights[inside] = span.weight
+            if span.stage is not None and inside.any():
+                places = np.flatnonzero(inside)
+                stages.append(StageSpan(span.stage, int(places[0]), int(places[-1]) + 1))
         order = self._image_order(record, record.turns, ids)
         if not weights.any():
             raise DataError("no token of the record is a target", where=record.source, do=LEAVE_OUT)
-        return EncodedText(ids, weights, order)
+        return EncodedText(ids, weights, order, tuple(stages))
 
     def encode_prompt(self, record: Record) -> EncodedText:
         """Everything before the last assistant turn, followed by the generation prompt; no targets."""
@@ -171,10 +188,11 @@ class ChatEncoder:
             place = len(head)
             for part in turn.content:
                 if isinstance(part, Text):
-                    spans.append(_Span(place, place + len(part.text), part.weight))
+                    spans.append(_Span(place, place + len(part.text), part.weight, part.stage))
                     place += len(part.text)
             if end >= 0:
-                spans.append(_Span(place, end + len(self._end_of_turn), spans[-1].weight))
+                last = spans[-1]
+                spans.append(_Span(place, end + len(self._end_of_turn), last.weight, last.stage))
         return spans
 
     def _image_order(self, record: Record, turns: tuple[Turn, ...], ids: npt.NDArray[np.int32]) -> tuple[int, ...]:

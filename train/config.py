@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cache.config import Section
+from cache.config import Section, UserPath
+
+DEFAULT_TOKENS_PER_PACK = 8192  # where nothing was calibrated
 
 
 class LoraConfig(Section):
@@ -34,20 +36,28 @@ class TrainConfig(Section):
     """Split for evaluation during training; skipped when `data.splits` does not name it."""
     lora: LoraConfig = LoraConfig()
     """The adapter."""
-    quantization: Literal["none", "nf4"] = "none"
-    """`nf4`: QLoRA, the frozen base in 4 bits by bitsandbytes (double quantisation)."""
+    adapter: UserPath | None = None
+    """Folder of an adapter to start from, with the rank, scale and modules of `train.lora`; its weights are taken
+    exactly, optimizer and schedule begin anew. Default: a fresh adapter, or in a later stage of an experiment that of
+    the stage before."""
+    quantization: Literal["none", "nf4", "fp8"] = "none"
+    """`nf4`: QLoRA, the frozen base in 4 bits by bitsandbytes (double quantisation). `fp8`: the products with the
+    frozen base in FP8, for speed, on GPUs that have it (Ada, Hopper and later); a product is then off by some 4 %, and
+    docs/benchmarks/training.md says what that does to the loss."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of the frozen base and of autocast. The adapter and the optimizer are kept in fp32."""
     tf32: bool = True
     """Allow TF32 products on GPUs that have them (only fp32 products are affected)."""
     effective_batch_size: int = Field(default=16, gt=0)
     """Samples per optimizer step, over all processes. What is in a step never depends on how it is split."""
-    tokens_per_pack: int = Field(default=8192, gt=0)
-    """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own).
-    Bounds memory; does not change the result."""
-    order: Literal["sample", "image"] = "image"
+    tokens_per_pack: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own). Bounds memory;
+    does not change the result. `auto`: the first start tries on the GPU which rows fit and are fastest, with and
+    without activation checkpointing, and keeps the choice in the run folder (calibration.json); 8192 on a CPU."""
+    order: Literal["sample", "image", "file"] = "image"
     """`sample`: rows in random order. `image`: the rows of one image come together, images in random order, so that a
-    step reads an image once for all its questions; steps are less random then (docs/data.md)."""
+    step reads an image once for all its questions; steps are less random then. `file`: as the rows stand in the file,
+    every epoch, for data that was put in an order on purpose (docs/data.md)."""
     share_prefixes: bool = True
     """Samples of a step whose tokens and images are identical up to some point share that prefix: it is computed once.
     Does not change the result."""
@@ -80,8 +90,9 @@ class TrainConfig(Section):
     there is a GPU."""
     torch_compile: bool | None = None
     """Compile the decoder layers: costs time at the start and saves it in every step. Default: where there is a GPU."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: slower, less memory."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: slower, less memory. Default: as `tokens_per_pack: auto` finds best,
+    else false."""
     dataloader_num_workers: int = Field(default=2, ge=0)
     """Processes that read features and build packs."""
     dataloader_pin_memory: bool = True
@@ -108,6 +119,9 @@ class TrainConfig(Section):
     """Go on from the last checkpoint in the run folder when there is one."""
     report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl and the terminal."""
+    fsdp: Literal["none", "full_shard"] = "none"
+    """`full_shard`: several processes divide the frozen base among them, for a model that does not fit one GPU
+    (docs/distributed.md). Does not change the result."""
     device: Literal["auto", "cpu"] = "auto"
     """`cpu` keeps off a GPU that is there."""
 
@@ -124,6 +138,14 @@ class TrainConfig(Section):
         if value == 0 or value < -1:
             raise ValueError("must be positive, or -1 to go by num_train_epochs")
         return value
+
+    @model_validator(mode="after")
+    def _quantized_base_is_whole(self) -> TrainConfig:
+        if self.fsdp != "none" and self.quantization != "none":
+            raise ValueError(
+                f"fsdp: {self.fsdp} cannot divide a base in {self.quantization}; use one of them, not both"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_needs_saves(self) -> TrainConfig:

@@ -67,3 +67,8 @@ def balanced_shares(costs: Costs, count: int) -> list[range]:
         else:
             low = middle + 1
     return runs_within(costs, everything, high)
+
+
+def length_of(costs: Costs, places: range) -> int:
+    """Tokens of a stretch of the list in one row."""
+    return costs.whole[places.start] + sum(costs.added[place] for place in places[1:])

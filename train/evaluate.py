@@ -20,6 +20,7 @@ from train.generate import generate
 from train.loss import pack_loss
 from train.metrics import exact_match, summarize
 from train.sample import widen
+from train.stage_losses import StageLosses
 from train.step import Step
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -103,17 +104,28 @@ class Evaluator:
 
 @torch.no_grad()
 def weighted_loss(
-    model: Any, steps: Iterable[Step], device: torch.device, tower: VisionTower | None, context: Context
+    model: Any,
+    steps: Iterable[Step],
+    device: torch.device,
+    tower: VisionTower | None,
+    context: Context,
+    stages: StageLosses,
 ) -> torch.Tensor:
-    """(2,) float64: sum of weight * cross-entropy, and sum of weights, over some steps."""
+    """(2,) float64: sum of weight * cross-entropy, and sum of weights, over some steps.
+
+    Args:
+        stages: counts the packs too.
+    """
     model.eval()
     totals = torch.zeros(2, device=device, dtype=torch.float64)
     for step in steps:
         features = features_on(device, step.images, tower)
         for pack in step.packs:
             on_device = pack.map_tensors("to", device, non_blocking=True)
+            losses = stages.room(on_device)
             with context():
-                totals[0] += pack_loss(model, on_device, features)
+                totals[0] += pack_loss(model, on_device, features, losses=losses)
+            stages.add(on_device, losses)
             totals[1] += on_device.target_weights.sum()
     return totals
 

@@ -11,6 +11,7 @@ from train.inputs import Inputs, load_tower
 from train.job import Job
 from train.lora import load_adapter
 from train.model import autocast, load_language_model, training_device
+from train.stage_losses import StageLosses
 
 
 def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progress) -> Evaluation:
@@ -29,8 +30,9 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     tower = None if job.from_cache else load_tower(job, device)
     steps = inputs.steps(held_out, job.train, shuffle=False)
     batches = (steps[0, number] for number in range(len(steps)))
-    totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device))
+    stages = StageLosses(steps.stage_names, device)
+    totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device), stages)
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
     with autocast(job.train, device):
         result = evaluator.run(model, prompts, progress)
-    return Evaluation({"loss": float(totals[0] / totals[1]), **result.scores}, result.predictions)
+    return Evaluation({"loss": float(totals[0] / totals[1]), **stages.take(), **result.scores}, result.predictions)

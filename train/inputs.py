@@ -17,7 +17,7 @@ from cache.remote import find_cache_at
 from cache.staging import stage
 from cache.vision_tower import VisionTower
 from train.chat import ChatEncoder
-from train.config import TrainConfig
+from train.config import DEFAULT_TOKENS_PER_PACK, TrainConfig
 from train.dataset import KnownImages, SampleBuilder, Samples
 from train.features import CachedSource, FeatureSource, LiveSource
 from train.job import Job
@@ -93,17 +93,19 @@ class Inputs:
         self, samples: Samples, config: TrainConfig, *, shuffle: bool, rank: int = 0, world_size: int = 1
     ) -> StepDataset:
         """The samples as optimizer steps."""
+        tokens = config.tokens_per_pack
         return StepDataset(
             samples.samples,
             self.source,
             effective_batch_size=config.effective_batch_size,
-            tokens_per_pack=config.tokens_per_pack,
+            tokens_per_pack=DEFAULT_TOKENS_PER_PACK if tokens == "auto" else tokens,
             image_token_id=self.image_token_id,
             merge_size=self.processor.merge_size,
             seed=config.seed if shuffle else None,
             order=config.order,
             share_prefixes=config.share_prefixes,
             blocks=uses_flex(config, training_device(config)),
+            equal_packs=config.fsdp != "none",
             rank=rank,
             world_size=world_size,
         )

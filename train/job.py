@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cache.config import CacheConfig, DataConfig, ModelConfig
+from train.adapter import WEIGHTS_FILE, adapter_digest
 from train.config import EvalConfig, TrainConfig
+from train.run_folder import ADAPTER, read_run
 
 # Settings that may change between two starts of one run: they do not decide what is learned.
 _FREE = {
@@ -16,6 +18,7 @@ _FREE = {
     "attention",
     "torch_compile",
     "gradient_checkpointing",
+    "fsdp",
     "dataloader_num_workers",
     "dataloader_pin_memory",
     "dataloader_prefetch_factor",
@@ -57,6 +60,9 @@ class Job:
         """Everything that decides the result, flat; what a resumed run must agree on."""
         train = {k: v for k, v in self.train.model_dump(mode="json").items() if k not in _FREE}
         lora = train.pop("lora")
+        del train["adapter"]
+        # By content: a stage before that was trained again makes this one another run.
+        start = {"train.adapter": adapter_digest(self.train.adapter)} if self.train.adapter is not None else {}
         return {
             "model": self.model.name_or_path,
             "revision": self.model.revision,
@@ -65,6 +71,7 @@ class Job:
             **{f"cache.{k}": getattr(self.cache, k) for k in ("dtype", "min_pixels", "max_pixels")},
             "cache.storage_dtype": self._storage_dtype(),
             **{f"train.{k}": v for k, v in train.items()},
+            **start,
             **{f"train.lora.{k}": v for k, v in lora.items()},
         }
 
@@ -76,3 +83,13 @@ class Job:
     def length(self) -> dict[str, float]:
         """How long the run is to be; a longer one goes on from the last checkpoint."""
         return {"num_train_epochs": self.train.num_train_epochs, "max_steps": self.train.max_steps}
+
+
+def is_finished(job: Job) -> bool:
+    """Whether the run folder holds the finished run of this job."""
+    run = read_run(job.output_dir)
+    return (
+        run.get("finished") == job.length()
+        and run.get("settings") == job.settings()
+        and (job.output_dir / ADAPTER / WEIGHTS_FILE).is_file()
+    )

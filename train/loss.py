@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from cache.features import VisionFeatures
+from train.head import Targets
 from train.model import mm_encoder_outputs
 from train.pack import Pack
 
@@ -24,19 +24,35 @@ def pack_logits(model: Any, pack: Pack, features: Sequence[VisionFeatures]) -> t
     Returns:
         (T, V) in the model's dtype.
     """
-    output = model(
-        input_ids=pack.input_ids,
-        position_ids=pack.position_ids,
-        attention_mask=pack.attention_mask(),
-        mm_encoder_outputs=mm_encoder_outputs([features[place] for place in pack.images]),
-        logits_to_keep=pack.target_positions,
-        use_cache=False,
-    )
-    return output.logits[0]
+    output = model(**_inputs(pack, features), logits_to_keep=pack.target_positions)
+    logits: torch.Tensor = output.logits[0]
+    return logits
 
 
-def pack_loss(model: Any, pack: Pack, features: Sequence[VisionFeatures]) -> torch.Tensor:
-    """Sum over the pack's targets of weight * cross-entropy, a scalar in fp32."""
-    logits = pack_logits(model, pack, features).float()
-    losses = cross_entropy(logits, pack.target_ids, reduction="none")
-    return (losses * pack.target_weights).sum()
+def pack_loss(
+    model: Any,
+    pack: Pack,
+    features: Sequence[VisionFeatures],
+    *,
+    scale: float = 1.0,
+    losses: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum over the pack's targets of scale * weight * cross-entropy, a scalar in fp32.
+
+    Args:
+        model: as train.model.load_language_model gives it, bare or wrapped; others as for `pack_logits`.
+        losses: (T,) float32, filled with each target's own loss, without weight and scale.
+    """
+    targets = Targets(pack.target_positions, pack.target_ids, pack.target_weights * scale, losses)
+    loss: torch.Tensor = model(**_inputs(pack, features), targets=targets)
+    return loss
+
+
+def _inputs(pack: Pack, features: Sequence[VisionFeatures]) -> dict[str, Any]:
+    return {
+        "input_ids": pack.input_ids,
+        "position_ids": pack.position_ids,
+        "attention_mask": pack.attention_mask(),
+        "mm_encoder_outputs": mm_encoder_outputs([features[place] for place in pack.images]),
+        "use_cache": False,
+    }

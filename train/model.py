@@ -1,7 +1,8 @@
-"""The stock model class: without its tower for training, whole for prediction. No line of its forward pass is ours."""
+"""The stock model class: without its tower for training, whole for prediction. No line of its layers is ours."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from cache.errors import ConfigError, ResourceError
 from cache.features import VisionFeatures
 from train.attention import register
 from train.config import TrainConfig
+from train.fp8 import require_fp8, to_fp8
+from train.head import Targets, weighted_loss
+from train.sharding import PLAN, gather_in_forward, is_sharded, loading_arguments
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VISION_TOWER = "visual"
@@ -69,6 +73,8 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
         ConfigError: the checkpoint cannot be loaded.
         ResourceError: it does not fit the device's memory.
     """
+    if config.quantization == "fp8":
+        require_fp8(device)
     stock = _stock_class(model)
 
     class WithoutTower(stock):  # type: ignore[misc, valid-type]
@@ -77,16 +83,36 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
         def __init__(self, hf_config: Any) -> None:
             super().__init__(hf_config)
             self.model.visual = None
+            if is_sharded(config):
+                self.fsdp_plan = PLAN
+
+        @functools.wraps(stock.forward)  # transformers asks for the names of its arguments
+        def forward(self, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
+            """The stock forward; given targets, their loss instead of logits, which may not fit the memory."""
+            if targets is None:
+                return super().forward(*args, **kwargs)
+            hidden = self.model(*args, **kwargs).last_hidden_state[0, targets.positions]
+            return weighted_loss(self.lm_head, hidden, targets)
 
     # What is saved later names its class, and that must be one that others have.
     WithoutTower.__name__ = stock.__name__
     WithoutTower.__qualname__ = stock.__qualname__
-    return _load(WithoutTower, model, config, device)
+    loaded = _load(WithoutTower, model, config, device, **loading_arguments(config))
+    if is_sharded(config):
+        gather_in_forward(loaded)
+    if config.quantization == "fp8":
+        to_fp8(loaded.model.language_model)
+    return loaded
 
 
 def load_full_model(model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
     """The stock model, tower included, frozen, on `device`. Raises as `load_language_model`."""
-    return _load(_stock_class(model), model, config, device)
+    if config.quantization == "fp8":
+        require_fp8(device)
+    loaded = _load(_stock_class(model), model, config, device)
+    if config.quantization == "fp8":
+        to_fp8(loaded.model.language_model)
+    return loaded
 
 
 def mm_encoder_outputs(features: Sequence[VisionFeatures]) -> dict[str, Any] | None:
@@ -122,7 +148,7 @@ def _stock_class(model: ModelConfig) -> Any:
         ) from None
 
 
-def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:
+def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device, **arguments: Any) -> Any:
     try:
         loaded, report = kind.from_pretrained(
             model.name_or_path,
@@ -134,6 +160,7 @@ def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.devi
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **arguments,
         )
     except torch.OutOfMemoryError as error:
         raise ResourceError(
@@ -153,7 +180,7 @@ def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.devi
 
 
 def _quantization(config: TrainConfig) -> Any:
-    if config.quantization == "none":
+    if config.quantization != "nf4":
         return None
     from transformers import BitsAndBytesConfig
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from train.sample import Sample
 
-Order = Literal["sample", "image"]
+Order = Literal["sample", "image", "file"]
 
 
 def epoch_order(samples: Sequence[Sample], order: Order, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -19,7 +19,10 @@ def epoch_order(samples: Sequence[Sample], order: Order, *, seed: int, epoch: in
     `sample`: a plain permutation, numpy.random.default_rng((seed, epoch)).permutation(n).
     `image`: samples over the same images come together; the groups are shuffled, and the samples within each. A sample
     without images is a group of its own.
+    `file`: as they stand in the dataset, every epoch.
     """
+    if order == "file":
+        return np.arange(len(samples))
     generator = np.random.default_rng((seed, epoch))
     if order == "sample":
         return generator.permutation(len(samples))

@@ -32,6 +32,8 @@ class Pack:
         images: for each image of the row, in order, its place in the step's list of distinct images.
         is_causal: the whole row is one chain, so a plain causal mask does.
         blocks: the block mask's layout; present where rows are made for flex_attention.
+        stage_weights: (G, T) float32, the part of target_weights that comes from each stage of staged answers; present
+            where the data has stages.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +45,7 @@ class Pack:
     images: tuple[int, ...]
     is_causal: bool
     blocks: BlockLayout | None = None
+    stage_weights: torch.Tensor | None = None
 
     def map_tensors(self, how: str, *args: object, **kwargs: object) -> Pack:
         """A copy in which the method `how` was called on every tensor (`pin_memory`, `to`)."""
@@ -71,6 +74,7 @@ def build_pack(
     merge_size: int,
     share: bool,
     blocks: bool = False,
+    stages: Sequence[str] = (),
 ) -> Pack:
     """Lay a run of samples out in one row.
 
@@ -82,8 +86,9 @@ def build_pack(
         run: indices of those in this row, neighbours sharing prefixes.
         image_places: image key -> place in the step's list of distinct images.
         blocks: pad the row to whole blocks and lay out its block mask.
+        stages: names of the answer stages to tell apart.
     """
-    row = _Row(samples, image_places, image_token_id, merge_size)
+    row = _Row(samples, image_places, image_token_id, merge_size, stages)
     forest = build_forest(symbols, run, share=share)
     for node in forest:
         row.add(node, before=-1)
@@ -96,7 +101,12 @@ class _Row:
     """A row under construction."""
 
     def __init__(
-        self, samples: Sequence[Sample], image_places: dict[str, int], image_token_id: int, merge_size: int
+        self,
+        samples: Sequence[Sample],
+        image_places: dict[str, int],
+        image_token_id: int,
+        merge_size: int,
+        stages: Sequence[str],
     ) -> None:
         self._samples, self._places = samples, image_places
         self._image_token_id, self._merge_size = image_token_id, merge_size
@@ -108,6 +118,8 @@ class _Row:
         self._target_ids: list[npt.NDArray[np.int64]] = []
         self._target_weights: list[npt.NDArray[np.float32]] = []
         self._images: list[int] = []
+        self._stages = {name: number for number, name in enumerate(stages)}
+        self._stage_weights: list[npt.NDArray[np.float32]] = []
 
     def add(self, node: Node, *, before: int) -> None:
         """Append a node and its subtree; `before` is the row position of the token in front of it, -1 for none."""
@@ -150,6 +162,20 @@ class _Row:
         self._target_positions.append(positions)
         self._target_ids.append(wide.input_ids[first:last][places])
         self._target_weights.append(weights[places].astype(np.float32))
+        if self._stages:
+            staged = np.repeat(self._weights_by_stage(node), repeats[node.start : node.stop], axis=1)
+            self._stage_weights.append(staged[:, places])
+
+    def _weights_by_stage(self, node: Node) -> npt.NDArray[np.float32]:
+        """(G, S) the weights of a node's compact tokens, those of each stage by themselves."""
+        found = np.zeros((len(self._stages), node.stop - node.start), dtype=np.float32)
+        for text in (self._samples[i].text for i in node.samples):
+            for span in text.stages:
+                first, last = max(span.start, node.start), min(span.stop, node.stop)
+                if first < last:
+                    own = found[self._stages[span.name], first - node.start : last - node.start]
+                    own += text.weights[first:last]
+        return found
 
     def pad_to_blocks(self) -> None:
         """Fill up the last block with tokens that see and are seen by nobody else."""
@@ -175,6 +201,7 @@ class _Row:
             images=tuple(self._images),
             is_causal=is_causal,
             blocks=BlockLayout.of(until) if blocks else None,
+            stage_weights=torch.from_numpy(np.concatenate(self._stage_weights, axis=1)) if self._stages else None,
         )
 
 

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cache.atomic import write_text
 from cache.bad_records import list_rejected
 from cache.errors import ConfigError, StoppedError
 from cache.progress import Progress, Silent
 from cache.vision_tower import VisionTower
+from train.adapter import require_adapter
 from train.dataset import Samples
 from train.evaluate import Evaluator
 from train.inputs import Inputs, load_tower
 from train.job import Job
-from train.lora import add_lora
+from train.lora import add_lora, continue_lora
 from train.model import autocast, load_language_model, prepare_for_training, training_device
-from train.run_folder import ADAPTER, CONFIG_FILE, open_run, read_run, save_folder, write_run
+from train.rows import with_rows_that_fit
+from train.run_folder import ADAPTER, CONFIG_FILE, open_run, save_folder, write_run
 from train.step import StepDataset
+from train.stopping import AskedOfAny, StoppableProgress, leave_processes, stopped_before_training
 
 if TYPE_CHECKING:
     from train.trainer import StepTrainer
@@ -41,11 +46,24 @@ def run_training(
 
     Raises:
         PipelineError: see the parts.
-        StoppedError: `should_stop` said so; a checkpoint was written.
+        StoppedError: `should_stop` said so; unless that was before the first step, a checkpoint was written.
     """
+    try:
+        adapter = _run(job, StoppableProgress(progress, should_stop), should_stop, resolved_config)
+    except StoppedError:
+        leave_processes()
+        raise
+    leave_processes()
+    return adapter
+
+
+def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved_config: str | None) -> Path | None:
     from train.arguments import training_arguments
+    from train.callbacks import LogLines, MetricsFile, StopWhenAsked
 
     evaluate = _has_eval_split(job)
+    if job.train.adapter is not None:
+        require_adapter(job.train.adapter, "train the stage before first, or set train.adapter to an adapter's folder")
     arguments = training_arguments(job.train, job.output_dir, evaluate=evaluate)
     checkpoint = open_run(job.output_dir, job.settings(), resume=job.train.resume)
     if resolved_config is not None and arguments.process_index == 0:
@@ -54,15 +72,37 @@ def run_training(
     inputs = Inputs.open(job)
     inputs = inputs.staged(job, splits, progress, local_rank=arguments.local_process_index)
     samples = inputs.samples.training(job.train.split, inputs.known(job.train.split, progress), progress)
-    share = {"rank": arguments.process_index, "world_size": arguments.world_size}
-    train_steps = inputs.steps(samples, job.train, shuffle=True, **share)
-    eval_steps = None
+    held_out = None
     if evaluate and job.train.eval_split is not None:
         held_out = inputs.samples.training(job.train.eval_split, inputs.known(job.train.eval_split, progress), progress)
-        eval_steps = inputs.steps(held_out, job.train, shuffle=False, **share)
         _log_data(job, arguments, job.train.eval_split, held_out)
     _log_data(job, arguments, job.train.split, samples)
-    trainer = _make_trainer(job, inputs, arguments, train_steps, eval_steps, should_stop)
+    asked = AskedOfAny(should_stop)
+    device = training_device(job.train)
+    model = _make_model(job, device)
+    tower = None if job.from_cache else load_tower(job, device)
+    share = {"rank": arguments.process_index, "world_size": arguments.world_size}
+    config = with_rows_that_fit(
+        job.train,
+        model,
+        lambda config: inputs.steps(samples, config, shuffle=True, **share),
+        job.output_dir,
+        job.settings(),
+        device=device,
+        tower=tower,
+        world_size=arguments.world_size,
+    )
+    trainer = _make_trainer(
+        model,
+        tower,
+        training_arguments(config, job.output_dir, evaluate=evaluate),
+        inputs.steps(samples, config, shuffle=True, **share),
+        None if held_out is None else inputs.steps(held_out, config, shuffle=False, **share),
+        _generation_metrics(job, inputs, tower) if held_out is not None else None,
+        [MetricsFile(job.output_dir), LogLines(), StopWhenAsked(asked)],
+    )
+    if asked():
+        raise stopped_before_training()
     if checkpoint is not None:
         logger.info("going on from %s", checkpoint)
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
@@ -73,7 +113,7 @@ def run_training(
     if not trainer.is_world_process_zero():
         return None
     adapter = job.output_dir / ADAPTER
-    save_folder(adapter, lambda folder: trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder)))
+    save_folder(adapter, trainer.save_adapter)
     write_run(job.output_dir, job.settings(), finished=job.length())
     return adapter
 
@@ -93,44 +133,37 @@ def describe(job: Job, progress: Progress) -> str:
     )
 
 
-def is_finished(job: Job) -> bool:
-    """Whether the run folder holds the finished run of this job."""
-    run = read_run(job.output_dir)
-    return (
-        run.get("finished") == job.length()
-        and run.get("settings") == job.settings()
-        and (job.output_dir / ADAPTER / "adapter_model.safetensors").is_file()
-    )
+def _make_model(job: Job, device: torch.device) -> Any:
+    model = load_language_model(job.model, job.train, device)
+    if job.train.adapter is None:
+        model = add_lora(model, job.train.lora, seed=job.train.seed)
+    else:
+        model = continue_lora(model, job.train.lora, job.train.adapter, seed=job.train.seed)
+    prepare_for_training(model, job.train, device)
+    return model
 
 
 def _make_trainer(
-    job: Job,
-    inputs: Inputs,
+    model: Any,
+    tower: VisionTower | None,
     arguments: Any,
     train_steps: StepDataset,
     eval_steps: StepDataset | None,
-    should_stop: Callable[[], bool],
+    generation_metrics: Callable[[Any], dict[str, float]] | None,
+    callbacks: list[Any],
 ) -> StepTrainer:
     from transformers import PrinterCallback
 
-    from train.callbacks import LogLines, MetricsFile, StopWhenAsked
     from train.trainer import StepTrainer
 
-    device = training_device(job.train)
-    model = load_language_model(job.model, job.train, device)
-    model = add_lora(model, job.train.lora, seed=job.train.seed)
-    prepare_for_training(model, job.train, device)
-    tower = None
-    if not job.from_cache:
-        tower = load_tower(job, device)
     trainer = StepTrainer(
         model,
         arguments,
         train_steps,
         eval_steps,
         tower=tower,
-        generation_metrics=_generation_metrics(job, inputs, tower) if eval_steps is not None else None,
-        callbacks=[MetricsFile(job.output_dir), LogLines(), StopWhenAsked(should_stop)],
+        generation_metrics=generation_metrics,
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cache.pixels import leave_signals_to_parent
-from train.cut import Costs, balanced_shares, runs_within
+from train.cut import Costs, balanced_shares, length_of, runs_within
 from train.features import FeatureSource, StepImage
 from train.order import Order, epoch_order
 from train.pack import Pack, build_pack
-from train.prefix_tree import sharing_order, symbols_of
+from train.prefix_tree import Symbols, sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
@@ -63,6 +63,8 @@ class StepDataset(Dataset[Step]):
         seed: of the order; None keeps the dataset's order.
         order, share_prefixes: see TrainConfig.
         blocks: make rows for flex_attention.
+        equal_packs: give every process of a step the same number of packs; where the base is divided among the
+            processes, they must go through its layers together.
         rank, world_size: of this process; the shares of a step are cut so that the longest is as short as can be.
     """
 
@@ -79,15 +81,17 @@ class StepDataset(Dataset[Step]):
         order: Order = "sample",
         share_prefixes: bool = True,
         blocks: bool = False,
+        equal_packs: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self._samples, self._source = samples, source
         self._batch, self._budget = effective_batch_size, tokens_per_pack
-        self._image_token_id, self._merge_size = image_token_id, merge_size
-        self._share, self._blocks = share_prefixes, blocks
+        self._model = {"image_token_id": image_token_id, "merge_size": merge_size}
+        self._share, self._blocks, self._equal = share_prefixes, blocks, equal_packs
         self._by: Order = order
         self._seed, self._rank, self._world_size = seed, rank, world_size
+        self.stage_names = tuple(dict.fromkeys(span.name for sample in samples for span in sample.text.stages))
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -108,16 +112,30 @@ class StepDataset(Dataset[Step]):
             self._order = (epoch, order)
         return [int(i) for i in self._order[1][step * self._batch : (step + 1) * self._batch]]
 
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest sample."""
+        return max(sample.num_tokens for sample in self._samples)
+
+    def heaviest_step(self, epoch: int) -> tuple[int, int]:
+        """The step of an epoch with most tokens, and how many of them a process has at most (shared ones once)."""
+        heaviest = max(
+            range(len(self)), key=lambda step: sum(self._samples[i].num_tokens for i in self.indices(epoch, step))
+        )
+        costs = self._costs([self._samples[i] for i in self.indices(epoch, heaviest)])[2]
+        return heaviest, max(length_of(costs, share) for share in balanced_shares(costs, self._world_size))
+
+    def _costs(self, samples: Sequence[Sample]) -> tuple[list[Symbols], list[int], Costs]:
+        """The samples' symbols, the order in which neighbours share most, and what each takes in a row."""
+        symbols = symbols_of(samples, self._model["image_token_id"])
+        order = sharing_order(symbols) if self._share else list(range(len(samples)))
+        return symbols, order, Costs.of(samples, symbols, order, share=self._share, **self._model)
+
     def __getitem__(self, index: StepIndex) -> Step:
         samples = [self._samples[i] for i in self.indices(*index)]
-        symbols = symbols_of(samples, self._image_token_id)
-        order = sharing_order(symbols) if self._share else list(range(len(samples)))
-        model = {"image_token_id": self._image_token_id, "merge_size": self._merge_size}
-        costs = Costs.of(samples, symbols, order, share=self._share, **model)
-        shares = balanced_shares(costs, self._world_size)
-        # A process without a sample in a short step must still take part in the reduction of gradients.
-        idle = self._rank >= len(shares)
-        runs = [range(1)] if idle else runs_within(costs, shares[self._rank], self._budget)
+        symbols, order, costs = self._costs(samples)
+        working, idle = self._runs(costs)
+        runs = [*working, *idle]
         mine = [samples[order[place]] for run in runs for place in run]
         images = {image.key: image for sample in mine for image in sample.images}
         places = {key: place for place, key in enumerate(images)}
@@ -129,21 +147,36 @@ class StepDataset(Dataset[Step]):
                 places,
                 share=self._share,
                 blocks=self._blocks,
-                **model,
+                stages=self.stage_names,
+                **self._model,
             )
             for run in runs
         ]
-        if idle:
-            packs = [replace(pack, target_weights=torch.zeros_like(pack.target_weights)) for pack in packs]
+        packs[len(working) :] = [
+            replace(pack, target_weights=torch.zeros_like(pack.target_weights), stage_weights=None)
+            for pack in packs[len(working) :]
+        ]
         return Step(
             packs=tuple(packs),
             images=tuple(self._source.load(image) for image in images.values()),
             total_weight=sum(sample.total_weight for sample in samples),
             num_samples=len(samples),
             num_image_tokens=sum(
-                num_image_tokens(image.grid, self._merge_size) for sample in samples for image in sample.images
+                num_image_tokens(image.grid, self._model["merge_size"]) for sample in samples for image in sample.images
             ),
         )
+
+    def _runs(self, costs: Costs) -> tuple[list[range], list[range]]:
+        """This process's rows of a step, and rows that only keep the other processes company: their loss counts zero.
+
+        A process without a sample in a short step must still take part in the reduction of gradients.
+        """
+        rows = [runs_within(costs, share, self._budget) for share in balanced_shares(costs, self._world_size)]
+        mine = rows[self._rank] if self._rank < len(rows) else []
+        wanted = max(map(len, rows)) if self._equal else 1
+        held = [place for run in mine for place in run] or range(len(costs.whole))
+        shortest = min(held, key=costs.whole.__getitem__)
+        return mine, [range(shortest, shortest + 1)] * (wanted - len(mine))
 
 
 class StepSampler(Sampler[list[StepIndex]]):

@@ -55,6 +55,7 @@ class Throughput:
             before = self._seconds_per_step
             self._seconds_per_step = latest if before is None else 0.9 * before + 0.1 * latest
         rates = {
+            "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples / seconds, 3),
             "image_tokens_per_second": round(self._image_tokens / seconds, 1),
             "data_wait_share": round(self._waited / seconds, 4),

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
 from train.evaluate import weighted_loss
 from train.features import features_on
 from train.loss import pack_loss
+from train.sharding import average_gradients
+from train.stage_losses import StageLosses
 from train.step import Step, StepDataset, StepLoader, make_loader
 from train.throughput import Throughput
 
@@ -44,12 +49,20 @@ class StepTrainer(Trainer):
         generation_metrics: Any = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        self._sharded = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+        saving = args.save_strategy
+        if self._sharded:
+            # Trainer refuses checkpoints of a divided model, whose optimizer would be in parts; here that is whole.
+            args.save_strategy = SaveStrategy.NO
         super().__init__(
             model=model, args=args, train_dataset=train_steps, eval_dataset=eval_steps, callbacks=callbacks or []
         )
+        self.args.save_strategy = saving
         self._tower = tower
         self._generation_metrics = generation_metrics
         self._throughput = Throughput(self.args.device)
+        self._stage_losses = StageLosses(train_steps.stage_names, self.args.device)
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def get_train_dataloader(self) -> StepLoader:
         """The loader of steps; each process has a dataset that knows its share."""
@@ -88,18 +101,23 @@ class StepTrainer(Trainer):
         """Forward and backward over the packs of a step; gradients of all processes are reduced with the last one."""
         step: Step = inputs
         model.train()
+        torch.manual_seed(step_seed(self.args.seed, self.state.global_step, self.args.process_index))
         total = torch.zeros((), device=self.args.device)
         scale = self.accelerator.num_processes / step.total_weight
         try:
             features = features_on(self.args.device, step.images, self._tower)
             for number, pack in enumerate(step.packs):
                 last = number == len(step.packs) - 1
-                with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                with contextlib.nullcontext() if last or self._sharded else self.accelerator.no_sync(model):
                     on_device = pack.map_tensors("to", self.args.device, non_blocking=True)
                     with self.compute_loss_context_manager():
-                        loss = pack_loss(model, on_device, features) * scale
+                        losses = self._stage_losses.room(on_device)
+                        loss = pack_loss(model, on_device, features, scale=scale, losses=losses)
+                    self._stage_losses.add(on_device, losses)
                     self.accelerator.backward(loss)
                 total += loss.detach()
+            if self._sharded:
+                average_gradients(self._trainable)
         except torch.OutOfMemoryError as error:
             longest = max(pack.input_ids.shape[1] for pack in step.packs)
             raise out_of_memory(longest) from error
@@ -112,15 +130,14 @@ class StepTrainer(Trainer):
         """Weighted mean loss over the evaluation split, and generation metrics where they were asked for."""
         del ignore_keys
         started = time.perf_counter()
+        loader = self.get_eval_dataloader(eval_dataset)
+        stages = StageLosses(loader.dataset.stage_names, self.args.device)
         totals = weighted_loss(
-            self.model,
-            self.get_eval_dataloader(eval_dataset),
-            self.args.device,
-            self._tower,
-            self.compute_loss_context_manager,
+            self.model, loader, self.args.device, self._tower, self.compute_loss_context_manager, stages
         )
-        totals = self.accelerator.reduce(totals, reduction="sum")
+        totals = self._summed(totals)
         metrics = {f"{metric_key_prefix}_loss": float(totals[0] / totals[1])}
+        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in stages.take(self._summed).items()}
         if self._generation_metrics is not None:
             scores = self._generation_metrics(self.model)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
@@ -131,19 +148,45 @@ class StepTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add throughput to the training lines."""
+        """Add throughput and the losses of stages to the training lines."""
         if "loss" in logs and "grad_norm" in logs:
+            logs |= self._stage_losses.take(self._summed)
             remaining = self.state.max_steps - self.state.global_step
             logs |= self._throughput.report(remaining)
         super().log(logs, start_time)
+
+    def _summed(self, totals: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        summed: torch.Tensor = self.accelerator.reduce(totals, reduction="sum")
+        return summed
 
     def _set_signature_columns_if_needed(self) -> None:
         # A step is no dict of columns.
         self._signature_columns: list[str] = []
 
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter as PEFT does. Asked for the model's whole state, PEFT would gather a divided base."""
+        model = self.accelerator.unwrap_model(self.model)
+        model.save_pretrained(str(folder), state_dict=_trainable_state(model))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, _trainable_state(self.model) if state_dict is None else state_dict)
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Nothing: the adapter is the same everywhere from the start, and training_step averages its gradients once."""
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Not estimated: transformers' formula assumes one unpacked batch."""
         return 0
+
+
+def _trainable_state(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def step_seed(seed: int, step: int, process: int) -> int:
+    """Seed of what is random in a process's share of a step (dropout), so that resuming needs no generator's state."""
+    return int(np.random.SeedSequence((seed, step, process)).generate_state(1, np.uint64)[0])
 
 
 def out_of_memory(tokens: int) -> ResourceError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import torch
 import xxhash
@@ -24,12 +24,30 @@ class ShardFormat(ABC):
     suffix: ClassVar[str]
 
     @abstractmethod
-    def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        """Write all entries, tensors on the CPU, to a new file at `path`.
+    def create(self, path: Path, num_entries: int) -> NewShard:
+        """Begin a shard in a new file at `path`.
+
+        Args:
+            num_entries: how many it may hold at most; space may be set aside for so many.
 
         Raises:
             OSError: it cannot be written; `errno` says why (ENOSPC for a full disk).
         """
+
+    def write(self, path: Path, entries: Sequence[Entry]) -> None:
+        """Write all entries, tensors on the CPU, to a new file at `path`.
+
+        Raises:
+            OSError: see `create`.
+        """
+        shard = self.create(path, len(entries))
+        try:
+            for key, features in entries:
+                shard.append(key, features)
+            shard.finish()
+        except BaseException:
+            shard.abandon()
+            raise
 
     def open(self, path: Path) -> ShardReader:
         """Open a shard for random access.
@@ -78,23 +96,113 @@ class ShardReader(ABC):
         """
         return self._file.read_entry(self.extents(key), out)
 
+    def read_checked(self, key: str, out: torch.Tensor | None = None) -> tuple[StoredFeatures, str]:
+        """One entry, and the checksum of what was read: in less time than `read` and `checksum` one after the other.
+
+        Args and errors: see `read`.
+        """
+        total = xxhash.xxh3_128()
+        return self._file.read_entry(self.extents(key), out, total.update), total.hexdigest()
+
     def close(self) -> None:
         """Release the file. What was read stays."""
         self._file.close()
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that was not there before, open for writing.
+class NewShard(ABC):
+    """A shard on its way to the disk: an entry's bytes are in the file as soon as it is appended, and not kept."""
+
+    def has_room(self, _features: StoredFeatures) -> bool:
+        """Whether such an entry may still be appended."""
+        return True
+
+    @abstractmethod
+    def append(self, key: str, features: StoredFeatures) -> None:
+        """Write one entry, tensors on the CPU.
+
+        Raises:
+            OSError: it cannot be written; `errno` says why (ENOSPC for a full disk).
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write what a reader needs beside the entries, and close the file. May run in another thread than `append`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Close the file, whatever it holds; the caller removes it."""
+
+
+class OutputFile:
+    """A new file that is written in order, and at the start once more.
+
+    Attributes:
+        place: the next byte to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create it.
+
+        Raises:
+            OSError: it cannot be created, or is there already.
+        """
+        self._path = path
+        self._file = path.open("xb", buffering=0)
+        self.place = 0
+
+    def append(self, content: bytes | memoryview) -> None:
+        """Write behind what is there.
+
+        Raises:
+            OSError: it cannot be written; names the file, which the system does only where it is opened.
+        """
+        self.write_at(self.place, content)
+        self.place += memoryview(content).nbytes
+
+    def append_tensor(self, tensor: torch.Tensor) -> None:
+        """Write a tensor's bytes behind what is there; raises as `append` does."""
+        if tensor.numel():
+            self.append(bytes_of(tensor))
+
+    def write_at(self, place: int, content: bytes | memoryview) -> None:
+        """Write at a place; raises as `append` does."""
+        try:
+            write_at(self._file.fileno(), place, content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def leave_room(self, count: int) -> None:
+        """The next byte to write comes `count` bytes later."""
+        self.place += count
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+
+def write_at(descriptor: int, place: int, content: bytes | memoryview) -> None:
+    """Write all bytes, and let the disk begin with them.
 
     Raises:
-        OSError: it cannot be written; names the file, which the system does only where it is opened.
+        OSError: they cannot be written.
     """
-    try:
-        with path.open("xb") as file:
-            yield file
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    left, at = memoryview(content), place
+    while left.nbytes:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count
+    # Linux starts to write what it is told is not needed soon, and waits for nothing: else a disk would idle until a
+    # whole shard is flushed at once.
+    os.posix_fadvise(descriptor, place, at - place, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, without a copy where it is contiguous."""
+    view: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return view
 
 
 def checksum(features: StoredFeatures) -> str:
@@ -104,7 +212,7 @@ def checksum(features: StoredFeatures) -> str:
     """
     total = xxhash.xxh3_128()
     for tensor in features.tensors().values():
-        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        total.update(bytes_of(tensor))
     return total.hexdigest()
 
 

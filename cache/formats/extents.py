@@ -10,12 +10,14 @@ import math
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from cache.features import QUANTIZED_DTYPES, SCALE_DTYPE, SCALES, StoredFeatures, stored_features
+from cache.formats.relay import Arrived, Part, Reader
 
 FIELDS = ("image_embeds", "deepstack_features", "image_grid_thw")
 KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -23,6 +25,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIMENSION = 1 << 31
 OUT_ALIGNMENT = 64  # bytes; what torch's own allocations have
 _MAX_READ = 1 << 30  # Linux returns at most 2 GiB - 4 KiB a call
+_reader = Reader()  # of this process: whether a second thread helps depends on the machine, not on the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +150,37 @@ class ShardFile:
                 raise ValueError(f"the file ends at byte {offset}, before the entry does")
             target, offset = target[count:], offset + count
 
-    def read_entry(self, extents: EntryExtents, out: torch.Tensor | None) -> StoredFeatures:
-        """The tensors of an entry. See `ShardReader.read` for `out`."""
+    def fill_parts(self, parts: Sequence[Part], arrived: Arrived) -> None:
+        """Read several places, and give `arrived` all their bytes in the order of `parts`.
+
+        Raises:
+            ValueError, OSError: see `fill`.
+        """
+        _reader.read(parts, self.fill, arrived)
+
+    def read_entry(
+        self, extents: EntryExtents, out: torch.Tensor | None, arrived: Arrived | None = None
+    ) -> StoredFeatures:
+        """The tensors of an entry.
+
+        Args:
+            out: see `ShardReader.read`.
+            arrived: is given the bytes in the order in which a checksum goes over them.
+        """
         grid_at = extents.image_grid_thw
-        tensors = _targets(extents, out) | {"image_grid_thw": torch.empty(grid_at.shape, dtype=grid_at.dtype)}
-        for field, extent in (*extents.features.items(), ("image_grid_thw", grid_at)):
+        places = extents.features | {"image_grid_thw": grid_at}
+        for extent in places.values():
             self.require(extent.offset, extent.num_bytes, "a tensor")
-            if tensors[field].numel():
-                self.fill(tensors[field].view(-1).view(torch.uint8).numpy().data, extent.offset)
-        return stored_features(tensors)
+        tensors = _targets(extents, out) | {"image_grid_thw": torch.empty(grid_at.shape, dtype=grid_at.dtype)}
+        features = stored_features(tensors)
+        filled = [(name, tensor) for name, tensor in features.tensors().items() if tensor.numel()]
+        parts = [(tensor.view(-1).view(torch.uint8).numpy().data, places[name].offset) for name, tensor in filled]
+        if arrived is not None:
+            self.fill_parts(parts, arrived)
+        else:
+            for memory, offset in parts:
+                self.fill(memory, offset)
+        return features
 
 
 def _targets(extents: EntryExtents, out: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cache.features import SCALES
-from cache.formats.base import Entry, ShardFormat, ShardReader
+from cache.features import SCALES, StoredFeatures
+from cache.formats.base import NewShard, ShardFormat, ShardReader, bytes_of, write_at
 from cache.formats.extents import FIELDS, KEY, EntryExtents, ShardFile
 from cache.formats.hdf5_structure import dataset, members, root_group
 
@@ -28,17 +29,48 @@ class Hdf5Format(ShardFormat):
     name = "hdf5"
     suffix = ".h5"
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        places = _lay_out(path, entries)
-        with path.open("r+b", buffering=0) as file:
-            descriptor = file.fileno()
-            # Takes the space now: a full disk is met here, as a plain error, before anything large is written.
-            os.posix_fallocate(descriptor, 0, path.stat().st_size)
-            for tensor, offset in places:
-                _write_at(descriptor, tensor.contiguous().view(-1).view(torch.uint8).numpy().data, offset)
+    def create(self, path: Path, num_entries: int) -> NewShard:  # noqa: ARG002  (no room is set aside)
+        return _NewShard(path)
 
     def open_file(self, file: ShardFile) -> ShardReader:
         return _Reader(file)
+
+
+class _NewShard(NewShard):
+    """The library keeps the structure and never sees the features."""
+
+    def __init__(self, path: Path) -> None:
+        import h5py
+
+        self._path = path
+        path.touch(exist_ok=False)
+        with _os_errors(path):
+            self._structure = h5py.File(
+                path, "w", libver="earliest", locking=False, alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT
+            )
+        self._file = path.open("r+b", buffering=0)
+
+    def append(self, key: str, features: StoredFeatures) -> None:
+        with _os_errors(self._path):
+            group = self._structure.create_group(key, track_order=False)
+            places = [(tensor, _reserve(group, field, tensor)) for field, tensor in features.tensors().items()]
+            for tensor, place in places:
+                if place is not None:
+                    # Takes the space now: a full disk is met here, as a plain error, before anything is written.
+                    os.posix_fallocate(self._file.fileno(), place, tensor.nbytes)
+                    write_at(self._file.fileno(), place, bytes_of(tensor))
+
+    def finish(self) -> None:
+        with _os_errors(self._path):
+            self._structure.close()
+        self._file.close()
+
+    def abandon(self) -> None:
+        # On a full disk the library could not close its file, and would keep it for ever.
+        os.truncate(self._path, 0)
+        with suppress(OSError, RuntimeError, ValueError):
+            self._structure.close()
+        self._file.close()
 
 
 class _Reader(ShardReader):
@@ -66,31 +98,6 @@ class _Reader(ShardReader):
         return known
 
 
-def _lay_out(path: Path, entries: Sequence[Entry]) -> list[tuple[torch.Tensor, int]]:
-    """Write a file whose datasets have their space but not their bytes; returns which tensor belongs at which offset.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    import h5py
-
-    path.touch(exist_ok=False)
-    places: list[tuple[torch.Tensor, int]] = []
-    try:
-        with h5py.File(
-            path, "w", libver="earliest", locking=False, alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT
-        ) as file:
-            for key, features in entries:
-                group = file.create_group(key, track_order=False)
-                for field, tensor in features.tensors().items():
-                    offset = _reserve(group, field, tensor)
-                    if offset is not None:
-                        places.append((tensor, offset))
-    except (OSError, RuntimeError) as error:
-        raise _as_os_error(error, path) from error
-    return places
-
-
 def _reserve(group: Any, field: str, tensor: torch.Tensor) -> int | None:
     """Create a contiguous dataset for a tensor; returns where its bytes belong, None if it has none."""
     from h5py import Dataset, h5d, h5p, h5s, h5t
@@ -115,13 +122,13 @@ def _reserve(group: Any, field: str, tensor: torch.Tensor) -> int | None:
     return offset
 
 
-def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    while content.nbytes:
-        count = os.pwrite(descriptor, content, offset)
-        content, offset = content[count:], offset + count
-
-
-def _as_os_error(error: Exception, path: Path) -> OSError:
-    """The library tells the system's error number in its message only."""
-    code = re.search(r"errno = (\d+)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(str(error))
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """What the library raises, as the system's error; it tells the number in its message only."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        code = re.search(r"errno = (\d+)", str(error))
+        if isinstance(error, OSError) and error.errno is not None and code is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else OSError(str(error)) from error

@@ -2,20 +2,27 @@
 
 Format: https://github.com/huggingface/safetensors. Names: `<key>/image_embeds`, `<key>/deepstack_features`,
 `<key>/image_grid_thw`, `<key>/scales`; see docs/cache-format.md.
+
+The header stands before the tensors and is known after them: room is left for it, and filled with spaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
+from typing import Any
 
-from cache.features import SCALES
-from cache.formats.base import Entry, ShardFormat, ShardReader, new_file
+import torch
+
+from cache.features import SCALES, StoredFeatures
+from cache.formats.base import NewShard, OutputFile, ShardFormat, ShardReader
 from cache.formats.extents import FIELDS, KEY, EntryExtents, ShardFile, TensorExtent
-from cache.formats.safetensors_header import read_header
-from cache.formats.safetensors_layout import SafetensorsLayout
+from cache.formats.safetensors_header import MAX_HEADER_BYTES, read_header
+from cache.formats.safetensors_layout import PAGE, described
 
 METADATA = {"format": "pt"}
+_LONGEST_NUMBER = 10**15
+_LARGE = ("image_embeds", "deepstack_features")
 
 
 class SafetensorsFormat(ShardFormat):
@@ -24,13 +31,69 @@ class SafetensorsFormat(ShardFormat):
     name = "safetensors"
     suffix = ".safetensors"
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        tensors = {f"{key}/{field}": t for key, features in entries for field, t in features.tensors().items()}
-        with new_file(path) as file:
-            SafetensorsLayout(tensors, 0, METADATA).write(file)
+    def create(self, path: Path, num_entries: int) -> NewShard:
+        return _NewShard(path, num_entries)
 
     def open_file(self, file: ShardFile) -> ShardReader:
         return _Reader(file)
+
+
+class _NewShard(NewShard):
+    """Features go to the file as they come; grids and scales, which are small, behind the last of them."""
+
+    def __init__(self, path: Path, num_entries: int) -> None:
+        self._file = OutputFile(path)
+        self._num_entries = num_entries
+        self._header: dict[str, Any] = {"__metadata__": METADATA}
+        self._header_bytes = len(_compact(self._header))
+        self._room, self._data_bytes = 0, 0
+        self._late: list[tuple[str, torch.Tensor]] = []
+
+    def has_room(self, features: StoredFeatures) -> bool:
+        # Before the first entry there is no telling how long the names of an entry are.
+        return not self._room or self._header_bytes + _header_bytes_of(features) <= self._room
+
+    def append(self, key: str, features: StoredFeatures) -> None:
+        if not self._room:
+            needed = 8 + self._header_bytes + self._num_entries * _header_bytes_of(features)
+            self._room = min(-(-needed // PAGE) * PAGE, MAX_HEADER_BYTES // PAGE * PAGE) - 8
+            self._file.leave_room(8 + self._room)
+        for field, tensor in features.tensors().items():
+            # The library wants a tensor to start at a multiple of its numbers' size, and holes are not allowed.
+            if field in _LARGE and not tensor.nbytes % 8:
+                self._add(f"{key}/{field}", tensor)
+            else:
+                self._late.append((f"{key}/{field}", tensor.clone()))
+        self._header_bytes += _header_bytes_of(features)
+
+    def finish(self) -> None:
+        self._file.leave_room(0 if self._room else PAGE)
+        self._room = self._room or PAGE - 8
+        for name, tensor in sorted(self._late, key=lambda item: -item[1].dtype.itemsize):
+            self._add(name, tensor)
+        text = _compact(self._header)
+        if len(text) > self._room:
+            raise ValueError(f"a header of {len(text)} bytes was appended to a shard with room for {self._room}")
+        self._file.write_at(0, self._room.to_bytes(8, "little") + text.ljust(self._room))
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._header[name] = described(tensor, self._data_bytes)
+        self._file.append_tensor(tensor)
+        self._data_bytes += tensor.nbytes
+
+
+def _header_bytes_of(features: StoredFeatures) -> int:
+    """At least what an entry adds to the header."""
+    names = {f"{'0' * 64}/{field}": described(tensor, _LONGEST_NUMBER) for field, tensor in features.tensors().items()}
+    return len(_compact(names))
+
+
+def _compact(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 class _Reader(ShardReader):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from cache.features import SCALES
-from cache.formats.base import Entry, ShardFormat, ShardReader, new_file
+from cache.features import SCALES, StoredFeatures
+from cache.formats.base import NewShard, OutputFile, ShardFormat, ShardReader
 from cache.formats.extents import FIELDS, EntryExtents, ShardFile
 from cache.formats.safetensors_header import read_header
 from cache.formats.safetensors_layout import SafetensorsLayout
@@ -28,18 +27,30 @@ class WebDatasetFormat(ShardFormat):
     name = "webdataset"
     suffix = ".tar"
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> None:
-        with new_file(path) as file:
-            for key, features in entries:
-                layout = SafetensorsLayout(features.tensors(), file.tell() + BLOCK, {})
-                file.write(_member(key, layout.num_bytes).tobuf(tarfile.USTAR_FORMAT))
-                layout.write(file)
-                file.write(bytes(-layout.num_bytes % BLOCK))
-            file.write(bytes(2 * BLOCK))
-            file.write(bytes(-file.tell() % RECORD))
+    def create(self, path: Path, num_entries: int) -> NewShard:  # noqa: ARG002  (no room is set aside)
+        return _NewShard(path)
 
     def open_file(self, file: ShardFile) -> ShardReader:
         return _Reader(file)
+
+
+class _NewShard(NewShard):
+    def __init__(self, path: Path) -> None:
+        self._file = OutputFile(path)
+
+    def append(self, key: str, features: StoredFeatures) -> None:
+        layout = SafetensorsLayout(features.tensors(), self._file.place + BLOCK)
+        self._file.append(_member(key, layout.num_bytes).tobuf(tarfile.USTAR_FORMAT))
+        layout.write(self._file)
+        self._file.append(bytes(-layout.num_bytes % BLOCK))
+
+    def finish(self) -> None:
+        self._file.append(bytes(2 * BLOCK))
+        self._file.append(bytes(-self._file.place % RECORD))
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.close()
 
 
 class _Reader(ShardReader):

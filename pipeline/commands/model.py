@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipeline.exit import stop_request
-from pipeline.options import AdapterOption, ConfigOption, DryRun, SetOption, job_of, load
+from pipeline.options import (
+    AdapterOption,
+    ConfigOption,
+    DryRun,
+    ExperimentOption,
+    LastStageOption,
+    SetOption,
+    StageOption,
+    job_of,
+    load_stage,
+)
 
 
 def train(
@@ -19,15 +27,18 @@ def train(
         bool,
         typer.Option("--from-cache", help="Read features from the cache. Without it the tower runs in every step."),
     ] = False,
+    experiment: ExperimentOption = None,
+    stage: StageOption = None,
     overrides: SetOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train a LoRA adapter. Goes on from the last checkpoint when the run folder has one."""
     from pipeline.config import dump_config
     from pipeline.progress import Bar
-    from train.run import describe, is_finished, run_training
+    from train.job import is_finished
+    from train.run import describe, run_training
 
-    settings = load(config, overrides)
+    settings = load_stage(config, overrides, experiment, stage, last=False)
     job = job_of(settings, from_cache=from_cache)
     with Bar() as progress:
         if dry_run:
@@ -47,26 +58,26 @@ def evaluate(
     adapter: AdapterOption = None,
     base: Annotated[bool, typer.Option("--base", help="Evaluate the model without an adapter.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Run the tower instead of reading the cache.")] = False,
+    experiment: ExperimentOption = None,
+    stage: LastStageOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Loss and generated answers on a split, from the cache. Writes predictions.jsonl and metrics.json."""
-    from cache.atomic import write_text
+    from pipeline.evaluations import PREDICTIONS_FILE, evaluation_folder, made_from, write_evaluation
     from pipeline.progress import Bar
     from train.evaluate_split import run_evaluation
 
-    settings = load(config, overrides)
+    settings = load_stage(config, overrides, experiment, stage, last=True)
     job = job_of(settings, from_cache=not live)
     where = None if base else adapter or settings.output_dir / "adapter"
+    origin = made_from(settings, split, where)
     with Bar() as progress:
         result = run_evaluation(job, split, where, progress)
-    folder = settings.output_dir / (f"eval-{split}-base" if base else f"eval-{split}")
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in result.predictions)
-    write_text(folder / "predictions.jsonl", lines)
-    write_text(folder / "metrics.json", json.dumps(result.scores, indent=1))
+    folder = evaluation_folder(settings, split, base=base)
+    write_evaluation(folder, result, origin)
     for name, value in result.scores.items():
         print(f"{name:16s} {value:.4f}")
-    print(f"predictions in {folder / 'predictions.jsonl'}")
+    print(f"predictions in {folder / PREDICTIONS_FILE}")
 
 
 def predict(
@@ -81,16 +92,22 @@ def predict(
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Without an adapter.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    experiment: ExperimentOption = None,
+    stage: LastStageOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Ask the full stock model, tower included, about a raw image."""
     from cache.errors import ConfigError
     from pipeline.config import config_for_model
+    from pipeline.experiments import find_stage
     from train.predict import predict as answer
 
     if (config is None) == (model is None):
         raise ConfigError("predict needs either --config or --model", do="give one of them: each names the model")
-    settings = load(config, overrides) if config is not None else config_for_model(str(model), overrides)
+    if config is not None:
+        settings = load_stage(config, overrides, experiment, stage, last=True)
+    else:
+        settings = find_stage(config_for_model(str(model), overrides), experiment, stage, last=True).settings
     default = settings.output_dir / "adapter"
     chosen = adapter or (default if config is not None and default.is_dir() else None)
     print(
@@ -112,12 +129,14 @@ def merge(
     output: Annotated[Path, typer.Option(help="Folder for the merged checkpoint; must not exist.")],
     adapter: AdapterOption = None,
     push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Upload it there as well.")] = None,
+    experiment: ExperimentOption = None,
+    stage: LastStageOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Merge the adapter into a full checkpoint that the stock class loads."""
     from train.merge import merge as merge_adapter
 
-    settings = load(config, overrides)
+    settings = load_stage(config, overrides, experiment, stage, last=True)
     where = adapter or settings.output_dir / "adapter"
     print(merge_adapter(settings.model, settings.train, adapter=where, output=output, push_to_hub=push_to_hub))
 

@@ -20,8 +20,8 @@ from pipeline.demo.screenshots import make_screenshots
 from pipeline.demo.tiny_model import make_tiny_checkpoint
 from train.compare import Comparison, compare_with_live
 from train.evaluate_split import run_evaluation
-from train.job import Job
-from train.run import is_finished, run_training
+from train.job import Job, is_finished
+from train.run import run_training
 
 STORAGE = {"bfloat16": "same", "float8_e4m3": "float8_e4m3", "int8": "int8"}
 

@@ -1,9 +1,10 @@
 """Time of training from the cache at the 8B's true shapes on one GPU; writes a Markdown table.
 
-    python -m tests.benchmarks.training_speed --work /path/on/a/fast/disk --out table.md
+    python -m tests.benchmarks.training_speed --work /path/on/a/fast/disk --out table.md [--peers] [--profile]
 
 Rows are forward and backward of packs made by the training code (LoRA rank 32 on all linear layers, bf16), and the
-whole `pipeline train --from-cache` loop: reading, optimizer, logging. Figures are medians after warm-up.
+whole `pipeline train --from-cache` loop: reading, optimizer, logging. Figures are medians after warm-up. --peers runs
+tests.benchmarks.peer_speed first, on the same machine; --profile says on which kernels the time of the packs went.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,8 @@ class Case:
 CASES = {
     "9 an image": Case(9, 4, 10240, {}),
     "1 an image": Case(1, 8, 12288, {}),
+    "9 an image, FP8 base": Case(9, 4, 10240, {"quantization": "fp8"}),
+    "1 an image, FP8 base": Case(1, 8, 12288, {"quantization": "fp8"}),
     "9 an image, NF4, 22 GiB": Case(9, 4, 2560, {"quantization": "nf4"}, 22),
 }
 
@@ -59,38 +65,55 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--liger-path", default="")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-loop", action="store_true")
     arguments = parser.parse_args()
     import transformers
 
-    lines = [
+    lines = _peers(arguments.liger_path) if arguments.peers else []
+    lines += [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}",
         "",
         "| what | ms / sample | tokens / sample | padding | peak GiB | data wait | first step s |",
         "|---|---|---|---|---|---|---|",
     ]
     checkpoint = make_8b_checkpoint(arguments.work / "model-8b")
-    for number, name in enumerate(arguments.cases):
+    for name in arguments.cases:
         case = CASES[name]
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.gib * 2**30 / total) if case.gib else 1.0)
-        config = prepare(arguments.work / f"case{number}", checkpoint, case)
-        for measure in (bare, loop):
-            lines.append(measure(config, name))
-            gc.collect()
-            torch.cuda.empty_cache()
-        print(*lines[-2:], sep="\n", flush=True)
+        config = prepare(arguments.work, checkpoint, case)
+        lines.append(bare(config, name, profile=arguments.profile))
+        _clean()
+        if not arguments.no_loop:
+            lines.append(loop(config, name))
+            _clean()
     arguments.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
+def _peers(liger_path: str) -> list[str]:
+    command = [sys.executable, "-m", "tests.benchmarks.peer_speed", "--liger-path", liger_path]
+    return [*subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines(), ""]
+
+
+def _clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+
+
 def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
-    """Dataset, configuration and cache."""
+    """Dataset, configuration and cache; cases with the same data share them."""
+    work = work / f"{case.questions}-questions"
     work.mkdir(parents=True, exist_ok=True)
     rows = make_dataset(work, images=case.images * 4, questions=case.questions)
     config = {
         "model": str(checkpoint),
         "data": {"splits": {"train": str(rows)}},
-        "output_dir": str(work / "run"),
+        "output_dir": str(work / f"run-{case.settings.get('quantization', 'bf16')}"),
         "cache": {"dir": str(work / "features"), "num_workers": 8},
         "train": {
             "max_steps": 16,
@@ -110,7 +133,7 @@ def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
     return file
 
 
-def bare(config_file: Path, name: str) -> str:
+def bare(config_file: Path, name: str, *, profile: bool) -> str:
     """Forward and backward of the packs of four steps, again and again."""
     c = load_config(config_file)
     inputs = Inputs.open(Job(c.model, c.data, c.cache, c.train, c.eval, c.cache_dir, c.output_dir, True))
@@ -148,6 +171,8 @@ def bare(config_file: Path, name: str) -> str:
     count = steps[0].num_samples
     tokens = sum(p.input_ids.shape[1] for _, packs in held for p in packs) / sum(s.num_samples for s in steps)
     padding = _padding([p for _, packs in held for p in packs])
+    if profile:
+        _print_profile(name, run)
     peak = torch.cuda.max_memory_allocated() / 2**30
     rate = statistics.median(times) / count
     return f"| {name}, packs | {rate:.1f} | {tokens:.0f} | {padding:.1%} | {peak:.1f} | | {first:.0f} |"
@@ -163,6 +188,30 @@ def loop(config_file: Path, name: str) -> str:
     rate = 1000 / statistics.median(line["samples_per_second"] for line in last)
     wait = statistics.median(line["data_wait_share"] for line in last)
     return f"| {name}, whole loop | {rate:.1f} | | | {last[-1]['peak_memory_gib']:.1f} | {wait:.1%} | |"
+
+
+KERNELS = {
+    "matrix products, FP8": ("e4m3", "qgmma", "f8f8"),
+    "flex_attention": ("flex",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "copies": ("memcpy", "memset", "copy"),
+    "compiled element-wise": ("triton",),
+}
+
+
+def _print_profile(name: str, run: Callable[[int], float]) -> None:
+    """Device time of one step by the kind of kernel, and the ten longest kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run(0)
+    events = [e for e in profiler.key_averages() if e.device_time_total > 0]
+    total = sum(e.device_time_total for e in events)
+    shares: dict[str, float] = {}
+    for event in events:
+        kind = next((k for k, words in KERNELS.items() if any(w in event.key.lower() for w in words)), "other")
+        shares[kind] = shares.get(kind, 0.0) + event.device_time_total / total
+    print(f"{name}: {total / 1000:.0f} ms of kernels:", {k: f"{v:.1%}" for k, v in shares.items()})
+    for event in sorted(events, key=lambda e: -e.device_time_total)[:10]:
+        print(f"  {event.device_time_total / total:6.1%} {event.count:5d} {event.key[:100]}", flush=True)
 
 
 def _padding(packs: list[Any]) -> float:

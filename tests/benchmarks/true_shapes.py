@@ -10,6 +10,7 @@ import torch
 from PIL import Image as PilImage
 
 from pipeline.demo.tiny_model import make_tiny_checkpoint
+from tests.benchmarks.peer_speed import TEXT, VISION
 
 HEIGHT, WIDTH = 1036, 1288
 WORDS = (
@@ -34,36 +35,9 @@ def make_8b_checkpoint(folder: Path, *, device: str = "cuda") -> Path:
 
     small = make_tiny_checkpoint(folder.with_name("tiny"))
     ids = AutoConfig.from_pretrained(small)
-    text = {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 4096,
-        "deepstack_visual_indexes": [8, 16, 24],
-        "num_position_embeddings": 2304,
-        "patch_size": 16,
-    }
     config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
+        text_config=TEXT,
+        vision_config=VISION,
         tie_word_embeddings=False,
         image_token_id=ids.image_token_id,
         video_token_id=ids.video_token_id,

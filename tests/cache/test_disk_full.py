@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ PAGE = 4096  # tmpfs hands out whole pages
 
 def moved(config: PipelineConfig, folder: Path, **cache: Any) -> PipelineConfig:
     return config.model_copy(update={"cache": config.cache.model_copy(update={"dir": folder, **cache})})
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def assert_tidy(folder: Path) -> None:
@@ -55,6 +63,7 @@ def test_a_disk_that_fills_up_midway(cached: Any, small_disk: Path, tower_calls:
 
     def fills() -> bool:
         if tower_calls["encode"] == 2 and not filler:
+            wait_for(lambda: len(committed_keys(builder.folder)) == 2)  # shards are committed in the background
             filler.append(fill(small_disk, leave=pages * PAGE))
         return False
 

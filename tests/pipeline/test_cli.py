@@ -17,14 +17,16 @@ from pipeline.config import load_config
 # A change here is a change of what users' scripts rely on: it belongs into the change log.
 VERBS = """\
 cache: --config -c --split --set -s --dry-run --num-parts --part --gpus --repair
+compare: --config -c --split --set -s
 demo: --output
-eval: --config -c --split --adapter --base --live --set -s
-merge: --config -c --output --adapter --push-to-hub --set -s
+eval: --config -c --split --adapter --base --live --experiment --stage --set -s
+experiments: --config -c --gpus --experiment --split --set -s --dry-run
+merge: --config -c --output --adapter --push-to-hub --experiment --stage --set -s
 plan: --config -c --split --images-per-second --samples-per-second --json --set -s
-predict: --prompt --image --config -c --model --adapter --base --system --set -s
+predict: --prompt --image --config -c --model --adapter --base --system --experiment --stage --set -s
 prune: --config -c --fingerprint --leftovers --yes --dry-run --set -s
 repack: --config -c --format --shard-size --dtype --output --set -s
-train: --config -c --from-cache --set -s --dry-run
+train: --config -c --from-cache --experiment --stage --set -s --dry-run
 verify: --config -c --split --against-live --images --records --adapter --set -s
 """
 FORMATS = {

@@ -44,14 +44,18 @@ def job_of(config: PipelineConfig, *, from_cache: bool = True) -> Job:
     return Job(c.model, c.data, c.cache, c.train, c.eval, c.cache_dir, c.output_dir, from_cache)
 
 
+def stop_in_step(folder: Path, step: int) -> Callable[[], bool]:
+    """A request to stop, made while a run is in this step: the line of the step before is written."""
+    metrics = folder / "metrics.jsonl"
+    return lambda: metrics.exists() and metrics.read_text().count('"samples_per_second"') >= step - 1
+
+
 @pytest.fixture
 def run_cached(data_dir: Path, make_config: Callable[..., PipelineConfig], tmp_path: Path) -> Callable[..., Run]:
     """Caches the sample data once and trains in a named run folder with the given settings."""
     splits = {"train": str(data_dir / "train.jsonl"), "val": str(data_dir / "val.jsonl")}
 
-    def run(
-        name: str, *, should_stop: Callable[[], bool] = lambda: False, from_cache: bool = True, **train: Any
-    ) -> Run:
+    def run(name: str, *, stop_at: int | None = None, from_cache: bool = True, **train: Any) -> Run:
         sections = {
             "output_dir": str(tmp_path / name),
             "cache": {"dir": str(tmp_path / "features")},
@@ -61,6 +65,7 @@ def run_cached(data_dir: Path, make_config: Callable[..., PipelineConfig], tmp_p
         builder = CacheBuilder(config.model, config.data, config.cache, config.cache_dir)
         for split in splits:
             builder.run(split, Silent())
+        should_stop = stop_in_step(config.output_dir, stop_at) if stop_at is not None else lambda: False
         run_training(job_of(config, from_cache=from_cache), Silent(), should_stop)
         return Run(config.output_dir)
 

@@ -24,7 +24,7 @@ from train.sample import SampleImage
 from train.step import StepDataset, make_loader
 
 from ..range_server import Site  # noqa: TID252  (tests are no package that could be imported by name)
-from .conftest import Run, job_of
+from .conftest import Run, job_of, stop_in_step
 
 SETTINGS = {"effective_batch_size": 5, "num_train_epochs": 2, "learning_rate": 3e-3, "eval_split": None}
 STEPS = 16
@@ -81,9 +81,8 @@ def test_over_http_the_adapter_is_bit_identical(
     assert_same_run(disk, train("http", site.url))
     assert site.shard_requests()
     assert not site.faults
-    calls = iter(range(1, STEPS + 1))
     with pytest.raises(StoppedError, match="stopped after step 3"):  # in the middle of the first epoch
-        train("parts", site.url, should_stop=lambda: next(calls) >= 3, workers=2)
+        train("parts", site.url, should_stop=stop_in_step(tmp_path / "parts", 3), workers=2)
     assert_same_run(disk, train("parts", site.url, workers=2))
 
 

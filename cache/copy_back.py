@@ -1,0 +1,114 @@
+"""From the tower's device to the writer, in a thread of its own, while the tower runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from cache.background import Stage
+from cache.config import CacheConfig
+from cache.errors import PipelineError, StoppedError
+from cache.features import StoredFeatures, VisionFeatures, stored_features
+from cache.manifest import SplitImage
+from cache.quantize import to_storage
+from cache.writer import CacheWriter
+
+BATCHES_AHEAD = 2  # the tower needs one queued behind the one that it runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A batch that the tower has been asked for.
+
+    Attributes:
+        ready: on a GPU, the moment when it has been computed.
+    """
+
+    images: Sequence[SplitImage]
+    features: Sequence[VisionFeatures]
+    ready: torch.cuda.Event | None
+
+
+class CopyBack:
+    """Takes features as they are asked for, and adds them to a cache in its storage dtype once they are there.
+
+    Leaving the `with` block waits until all are handed to the writer. On a GPU nothing here keeps the calling thread or
+    the tower waiting, as long as the writer keeps up; `BATCHES_AHEAD` bounds what can pile up on the device.
+    """
+
+    def __init__(self, writer: CacheWriter, cache: CacheConfig) -> None:
+        self._writer, self._cache = writer, cache
+        self._stage = Stage[_Encoded]("copy features", self._store, limit=BATCHES_AHEAD)
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> CopyBack:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            self._stage.drain()
+        except (PipelineError, OSError) as failure:
+            # A request to stop promises that everything is kept; any other error is the one to hear about first.
+            if error is None or isinstance(error, StoppedError):
+                raise
+            error.add_note(f"What was encoded could not be kept either: {failure}")
+        finally:
+            self._stage.close()
+
+    def add(self, images: Sequence[SplitImage], features: Sequence[VisionFeatures]) -> None:
+        """Take a batch.
+
+        Args:
+            features: of each image; on a GPU they may be still to compute.
+
+        Raises:
+            DataError: an earlier image has features that the storage dtype cannot hold.
+            ResourceError: the disk is full; see CacheWriter.
+        """
+        ready = None
+        if features[0].image_embeds.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        self._stage.put(_Encoded(images, features, ready))
+
+    def _store(self, batch: _Encoded) -> None:
+        with self._beside_the_tower(batch):
+            for image, features in zip(batch.images, batch.features, strict=True):
+                # Where the tower ran: half the bytes to copy back.
+                stored = to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
+                self._writer.add(image.key, _to_host(stored))
+
+    def _beside_the_tower(self, batch: _Encoded) -> AbstractContextManager[Any]:
+        if batch.ready is None:
+            return nullcontext()
+        if self._stream is None:
+            device = batch.features[0].image_embeds.device
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(batch.ready)
+        return torch.cuda.stream(self._stream)
+
+
+def _to_host(features: StoredFeatures) -> StoredFeatures:
+    """A copy in page-locked memory, made at the bus's speed; features on the CPU as they are.
+
+    The memory comes from torch's pool of such memory and goes back to it when the entry is written.
+    """
+    tensors = features.tensors()
+    copies = {name: _begin_copy(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}
+    if features.image_embeds.is_cuda:
+        # It sleeps; the other kind would keep a core busy.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+    return stored_features(copies)
+
+
+def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

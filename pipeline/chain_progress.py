@@ -1,0 +1,80 @@
+"""How far caching and training have come, from what they have committed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from train.run_folder import METRICS_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class PartsProgress:
+    """(committed, all) distinct images of each part of a split, and when the last ones were committed."""
+
+    parts: tuple[tuple[int, int], ...]
+    looked: datetime
+
+    def end_of(self, part: int, started: datetime) -> datetime | None:
+        """When a part will be done if it goes on as since `started`; None while nothing can be said."""
+        done, total = self.parts[part]
+        if done == 0 or self.looked <= started:
+            return None
+        return self.looked + (self.looked - started) * ((total - done) / done)
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """The last line of metrics.jsonl that tells of a step."""
+
+    step: int
+    max_steps: int
+    seconds_left: float
+    written: datetime
+
+    @property
+    def end(self) -> datetime:
+        """When the last step will be done; without the evaluations to come."""
+        return self.written + timedelta(seconds=self.seconds_left)
+
+    def describe(self) -> str:
+        """`step 20 of 300`."""
+        return f"step {self.step} of {self.max_steps}"
+
+
+def parts_progress(folder: Path, split: str, num_parts: int) -> PartsProgress | None:
+    """Of a split of the cache in `folder`; None while its image list is not written."""
+    from cache.index import EntryIndex
+    from cache.manifest import load_split
+    from cache.parts import part_of
+
+    listed = load_split(folder, split)
+    if listed is None:
+        return None
+    entries = EntryIndex.open(folder)
+    counts = [[0, 0] for _ in range(num_parts)]
+    for key in {image.key for image in listed.images}:
+        count = counts[part_of(key, num_parts)]
+        count[0] += key in entries
+        count[1] += 1
+    return PartsProgress(tuple((done, total) for done, total in counts), datetime.now())
+
+
+def stage_progress(folder: Path) -> StageProgress | None:
+    """Of the training run in `folder`; None before its first log line."""
+    file = folder / METRICS_FILE
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        written = datetime.fromtimestamp(file.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # being written
+        if "seconds_left" in found and "max_steps" in found:
+            return StageProgress(int(found["step"]), int(found["max_steps"]), float(found["seconds_left"]), written)
+    return None

@@ -1,0 +1,208 @@
+"""SLURM's commands: submit, look, cancel, put back into the queue. Works with and without accounting."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from slurm.environment import without_job
+from slurm.errors import SlurmError
+
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"})
+RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"})
+_TIMEOUT_SECONDS = 90
+_FIELD = r"^\s*(?:\S.*\s)?{}=(\S+)"
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """A job, or a task of an array, as SLURM sees it.
+
+    Attributes:
+        id: the number that sbatch gave.
+        task: of an array; None for a single job.
+        state: SLURM's word, e.g. PENDING.
+        reason: why it waits or failed, SLURM's word; empty when there is none.
+        started, ends: `ends` is the time limit of a running job, and the true end of one that has ended.
+        exit_code: `1` or `signal 9`; empty while there is none.
+        restarts: how often it was put back into the queue; None where that is not known.
+    """
+
+    id: str
+    task: int | None
+    state: str
+    reason: str = ""
+    started: datetime | None = None
+    ends: datetime | None = None
+    exit_code: str = ""
+    restarts: int | None = None
+
+    @property
+    def active(self) -> bool:
+        """Queued or running."""
+        return self.state in WAITING or self.state in RUNNING
+
+    @property
+    def name(self) -> str:
+        """`12`, or `12_3`."""
+        return self.id if self.task is None else f"{self.id}_{self.task}"
+
+
+class SlurmClient:
+    """Runs sbatch, scontrol, sacct and scancel.
+
+    Raises (all methods):
+        SlurmError: they are not installed, the controller does not answer, or it refused; in SLURM's own words.
+    """
+
+    def submit(self, script: Path, *, after_ok: Sequence[str] = (), after_any: Sequence[str] = ()) -> str:
+        """Submit a script and return the job's number.
+
+        Args:
+            after_ok: it starts when these jobs have ended well, and never when one has not.
+            after_any: it starts when these jobs have ended.
+
+        Raises:
+            SlurmError: also when SLURM does not know one of these jobs; sbatch would take it and start the job.
+        """
+        for job in dict.fromkeys((*after_ok, *after_any)):
+            if not self.jobs(job):
+                raise SlurmError(
+                    f"{script.name} is to start after job {job}, which SLURM does not know (any more)",
+                    do="see `pipeline status`, then run `pipeline submit` again",
+                )
+        conditions = [
+            f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", after_ok), ("afterany", after_any)) if ids
+        ]
+        options = [f"--dependency={','.join(conditions)}", "--kill-on-invalid-dep=yes"] if conditions else []
+        done = self._run("sbatch", "--parsable", *options, str(script))
+        if done.returncode:
+            raise self._refused(f"sbatch refused {script.name}", done)
+        # NUMBER, or NUMBER;CLUSTER where there are several clusters.
+        return done.stdout.strip().partition(";")[0]
+
+    def jobs(self, job: str) -> list[JobInfo]:
+        """What is known of a job, or of each task of an array; empty when SLURM knows it no more."""
+        done = self._run("scontrol", "show", "job", job)
+        if done.returncode == 0:
+            return [info for text in done.stdout.split("\n\n") if "JobId=" in text for info in _parse(job, text)]
+        if "Invalid job id" in done.stderr:
+            return self._from_accounting(job)
+        raise self._refused(f"scontrol cannot tell about job {job}", done)
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """End jobs, whether they wait or run."""
+        if jobs:
+            done = self._run("scancel", *jobs)
+            if done.returncode:
+                raise self._refused("scancel failed", done)
+
+    def requeue(self, job: str) -> None:
+        """Put a job back into the queue. If it is the own one, everything that it runs is killed soon after."""
+        done = self._run("scontrol", "requeue", job)
+        if done.returncode:
+            raise self._refused(f"job {job} could not be put back into the queue", done)
+
+    def partitions(self) -> list[str]:
+        """Names of the partitions."""
+        return sorted(set(self._run("sinfo", "--noheader", "--format=%R").stdout.split()))
+
+    def _from_accounting(self, job: str) -> list[JobInfo]:
+        """The database remembers for longer, where there is one."""
+        try:
+            done = self._run("sacct", "-X", "-n", "-P", "-j", job, "-o", "JobID,State,ExitCode,Start,End")
+        except SlurmError:
+            return []
+        found = []
+        for line in done.stdout.splitlines() if done.returncode == 0 else []:
+            name, state, code, start, end = line.split("|")
+            for task in _tasks(name.partition("_")[2].strip("[]")):
+                found.append(JobInfo(job, task, state.split()[0], "", _time(start), _time(end), _exit_code(code), None))
+        return found
+
+    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        environment = {**without_job(os.environ), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
+        try:
+            return subprocess.run(  # noqa: S603  (SLURM's own programs, no shell)
+                command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
+            )
+        except FileNotFoundError:
+            raise SlurmError(
+                f"`{command[0]}` is not installed here",
+                do="run this on a login node of the cluster; without SLURM run the verbs one after another: "
+                "pipeline cache, pipeline train, pipeline eval",
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise SlurmError(
+                f"`{command[0]}` gave no answer within {_TIMEOUT_SECONDS} s",
+                do="try again; if it stays so, ask those who run the cluster",
+            ) from None
+
+    def _refused(self, what: str, done: subprocess.CompletedProcess[str]) -> SlurmError:
+        words = (done.stderr or done.stdout).strip()
+        return SlurmError(f"{what}. SLURM says:\n    " + "\n    ".join(words.splitlines()), do=self._advice(words))
+
+    def _advice(self, words: str) -> str:
+        lower = words.lower()
+        if "contact slurm controller" in lower or "could not establish a configuration source" in lower:
+            return "try again when the controller answers (`scontrol ping`), or on a login node of the cluster"
+        if "invalid partition" in lower:
+            return f"set slurm.partition to one of: {', '.join(self.partitions())}"
+        if "account" in lower or "qos" in lower:
+            return "correct slurm.account or slurm.qos; `sacctmgr show associations user=$USER` lists what you may use"
+        if "node configuration is not available" in lower or "generic resource" in lower:
+            return "ask for less (gpus, cpus_per_task, mem, nodes, constraint of this kind of job); see `sinfo -Nel`"
+        if "time limit" in lower:
+            return "lower `time` of this kind of job; `sinfo` shows the limit of each partition"
+        return "correct the setting of `slurm:` that it names, then run the same command again"
+
+
+def _parse(job: str, text: str) -> list[JobInfo]:
+    def field(name: str) -> str:
+        found = re.search(rf"(?:^|\s){name}=(\S+)", text)
+        return found[1] if found else ""
+
+    reason = field("Reason")
+    code = field("ExitCode")
+    state = field("JobState")
+    return [
+        JobInfo(
+            job,
+            task,
+            state,
+            "" if reason == "None" else reason,
+            _time(field("StartTime")),
+            _time(field("EndTime")),
+            "" if state in WAITING or state in RUNNING else _exit_code(code),
+            int(field("Restarts") or 0),
+        )
+        for task in _tasks(field("ArrayTaskId"))
+    ]
+
+
+def _tasks(text: str) -> list[int | None]:
+    """The tasks of `3-5,8%2`; a single job has none."""
+    if not text:
+        return [None]
+    found: list[int | None] = []
+    for part in text.partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _exit_code(text: str) -> str:
+    code, _, number = text.partition(":")
+    return f"signal {number}" if number not in ("", "0") else code

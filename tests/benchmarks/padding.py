@@ -1,0 +1,106 @@
+"""Share of tokens in the packs of mixed real images that are there only to fill up a block of the attention mask.
+
+    python -m tests.benchmarks.padding [--images FOLDER] [--steps 100]
+
+Images of a folder at the grids that the 8B's processor gives them, as they are and four times as wide and high; 1 to 9
+questions on each, of 5 to 60 tokens, with answers of 5 to 150. The packs are those of training on a GPU; no model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cache.config import CacheConfig, ModelConfig
+from cache.preprocess import ImageProcessor, header_size
+from cache.records import ImageRef
+from pipeline.demo.tiny_model import make_tiny_checkpoint
+from train.chat import EncodedText
+from train.features import FeatureSource, PixelImage, StepImage
+from train.sample import Grid, Sample, SampleImage, make_sample
+from train.step import StepDataset
+
+IMAGE_TOKEN, QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 1, (1, 10), (5, 61), (5, 151)
+IMAGES = Path(__file__).parents[1] / "data" / "images"
+
+
+class NoFeatures(FeatureSource):
+    """Gives nothing: only the rows are looked at."""
+
+    def load(self, image: SampleImage) -> StepImage:
+        """See FeatureSource."""
+        return PixelImage(torch.empty(0), torch.tensor(image.grid))
+
+
+def grids_of(processor: ImageProcessor, folder: Path, scale: int) -> list[Grid]:
+    """Grids of a folder's images, enlarged."""
+    sizes = [header_size(file.read_bytes(), where=file.name) for file in sorted(folder.iterdir())]
+    return [processor.grid_of(height * scale, width * scale) for height, width in sizes]
+
+
+def questions_on(grids: Sequence[Grid], images: int, merge_size: int) -> list[Sample]:
+    """Samples over `images` images, each with a grid from the list; the same ones every time."""
+    dice = np.random.default_rng(0)
+    samples = []
+    for number in range(images):
+        image = SampleImage(f"{number}", grids[dice.integers(len(grids))], ImageRef(f"{number}"))
+        for _ in range(dice.integers(*QUESTIONS)):
+            question, answer = dice.integers(*QUESTION_TOKENS), dice.integers(*ANSWER_TOKENS)
+            words = dice.integers(5, 5000, question + answer)
+            ids = np.concatenate([[2, 3, IMAGE_TOKEN], words]).astype(np.int32)
+            weights = np.concatenate([np.zeros(3 + question), np.ones(answer)]).astype(np.float32)
+            samples.append(make_sample(EncodedText(ids, weights, ()), (image,), merge_size=merge_size, source=""))
+    return samples
+
+
+def share_of_padding(samples: Sequence[Sample], merge_size: int, batch: int, budget: int, steps: int) -> float:
+    """Of all tokens in the packs of an epoch's first steps."""
+
+    def tokens(*, blocks: bool) -> int:
+        dataset = StepDataset(
+            samples,
+            NoFeatures(),
+            effective_batch_size=batch,
+            tokens_per_pack=budget,
+            image_token_id=IMAGE_TOKEN,
+            merge_size=merge_size,
+            seed=1,
+            order="image",
+            blocks=blocks,
+        )
+        return sum(pack.input_ids.shape[1] for n in range(min(steps, len(dataset))) for pack in dataset[0, n].packs)
+
+    padded = tokens(blocks=True)
+    return (padded - tokens(blocks=False)) / padded
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = make_tiny_checkpoint(Path(folder) / "tiny")  # its processor cuts images as the 8B's does
+        processor = ImageProcessor.from_checkpoint(ModelConfig(name_or_path=str(checkpoint)), CacheConfig())
+    print("| images | image tokens | samples a step | tokens a pack | tokens a sample | padding |")
+    print("|---|---|---|---|---|---|")
+    for scale in (1, 4):
+        grids = grids_of(processor, options.images, scale)
+        counts = [processor.num_tokens(grid) for grid in grids]
+        samples = questions_on(grids, 40 * options.steps, processor.merge_size)
+        for batch, budget in ((16, 8192), (36, 10240)):
+            share = share_of_padding(samples, processor.merge_size, batch, budget, options.steps)
+            size = "as they are" if scale == 1 else f"{scale} times as large"
+            mean = sum(sample.num_tokens for sample in samples) / len(samples)
+            row = [size, f"{min(counts)} to {max(counts)}", str(batch), str(budget), f"{mean:.0f}", f"{share:.2%}"]
+            print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()

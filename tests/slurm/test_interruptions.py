@@ -1,0 +1,157 @@
+"""Signals, preemption and a dying node: the job goes back into the queue and goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cluster import Cluster
+from .conftest import BIN, jobs_of, steps_of
+
+STEPS = 400
+_STOPS = """\
+import os, signal, sys
+from cache.errors import StoppedError
+from pipeline.exit import exit_code_of, stop_request
+from pipeline.requeue import requeue_if_asked, take_limit
+
+def work():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise StoppedError("stopped", do="go on")
+
+limit = take_limit()
+stop_request.install()
+code = exit_code_of(work)
+requeue_if_asked(limit, stop_request, code)
+sys.exit(code)
+"""
+
+
+def _submit_training(verb: Callable[..., Any], config: Path) -> str:
+    submitted = verb("submit", "--config", config)
+    assert submitted.code == 0, submitted.err
+    assert "1. train\n2. eval, after train\n" in submitted.out
+    return jobs_of(config)["train"]
+
+
+def _train_without_interruption(config: Path, folder: Path) -> subprocess.Popen[bytes]:
+    command = [BIN / "pipeline", "train", "--config", config, "--from-cache", "--set", f"output_dir={folder / 'whole'}"]
+    with (folder / "whole.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def test_after_three_interruptions_the_adapter_is_bit_identical(
+    cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
+) -> None:
+    train = {"max_steps": STEPS, "save_steps": 20, "save_total_limit": 1}
+    config = job_config(cache={"dir": str(features)}, train=train)
+    whole = _train_without_interruption(config, tmp_path)
+    run = tmp_path / "run"
+    job = _submit_training(verb, config)
+
+    def trains_on(after: int) -> None:
+        cluster.until(lambda: max(steps_of(run), default=0) >= after + 25, f"training is past step {after + 25}")
+
+    # The signal that comes ahead of the time limit.
+    trains_on(0)
+    cluster.client("scancel", "--signal=USR1", "--batch", job)
+    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "it goes back into the queue")
+    first = max(steps_of(run))
+    assert (run / f"checkpoint-{first}").is_dir()
+    assert "put back into the queue 1 times" in verb("status", "--config", config).out
+    # A job of a partition that goes first; it wants all of both nodes.
+    trains_on(first)
+    urgent = cluster.client(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    ).strip()
+    cluster.until(lambda: cluster.show(job, "Restarts") == "2", "it is preempted")
+    second = max(steps_of(run))
+    assert (run / f"checkpoint-{second}").is_dir()
+    # A node that dies takes what was done since the last checkpoint with it.
+    trains_on(second)
+    node = cluster.show(job, "BatchHost")
+    cluster.kill_node(node)
+    cluster.client("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power")
+    cluster.until(lambda: cluster.show(job, "Restarts") == "3", "the dead node's job is queued again")
+    cluster.start_node(node)
+    cluster.client("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+    assert cluster.wait([job, urgent]) == {job: "COMPLETED", urgent: "COMPLETED"}
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    assert whole.wait(120) == 0
+    adapter = "adapter/adapter_model.safetensors"
+    assert (run / adapter).read_bytes() == (tmp_path / "whole" / adapter).read_bytes()
+    log = (run / "slurm" / "logs" / f"train.{job}.log").read_text()
+    assert f"job {job} goes back into the queue, for the 1. time of at most 20" in log
+    assert log.count("going on from") == 3
+
+
+def test_caching_commits_its_shard_and_goes_on(
+    cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    from pipeline.demo.screenshots import make_screenshots
+
+    make_screenshots(tmp_path / "many", train_images=400, val_images=1)
+    config = job_config(
+        data={"splits": {"train": str(tmp_path / "many/train.jsonl")}},
+        cache={"shard_size": 200_000},
+        slurm={"cache": {"num_parts": 1}},
+    )
+    assert verb("submit", "--config", config).code == 0
+    job = jobs_of(config)["cache-train"]
+    features = tmp_path / "run" / "features"
+
+    def committed() -> int:
+        return sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
+
+    cluster.until(lambda: committed() > 20, "some shards are committed")
+    assert " of 400 images of the split are committed" in verb("status", "--config", config).out
+    cluster.client("scancel", "--signal=USR1", "--batch", f"{job}_0")
+    cluster.until(lambda: cluster.show(f"{job}_0", "Restarts") == "1", "it goes back into the queue")
+    kept = committed()
+    assert 20 < kept < 400
+    assert cluster.wait([job]) == {job: "COMPLETED"}
+    assert committed() == 400
+    log = (tmp_path / "run" / "slurm" / "logs" / f"cache-train.{job}_0.log").read_text()
+    assert f"encoded now      {400 - kept} images" in log
+    assert verb("cancel", "--config", config).code == 0
+
+
+def test_a_job_goes_back_into_the_queue_so_often_at_most(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "stops.py"
+    file.write_text(_STOPS)
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --open-mode=append\n#SBATCH --requeue\n#SBATCH --mem=500M\n"
+        f"#SBATCH --output={tmp_path}/log\nexport PIPELINE_MAX_REQUEUES=1\nexec {sys.executable} {file}\n"
+    )
+    job = cluster.client("sbatch", "--parsable", str(script)).strip()
+
+    assert cluster.wait([job]) == {job: "FAILED"}
+    assert cluster.show(job, "ExitCode") == "138:0"
+    assert cluster.show(job, "Restarts") == "1"
+    log = (tmp_path / "log").read_text()
+    assert log.count("goes back into the queue, for the 1. time of at most 1") == 1
+    assert f"job {job} was put back into the queue 1 times already (slurm.max_requeues: 1)" in log
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_time_limit_itself_sends_the_signal(
+    cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
+) -> None:
+    train = {"max_steps": 3000, "save_steps": 10000}
+    slurm = {"signal_seconds": 30, "train": {"time": "2m"}}
+    config = job_config(cache={"dir": str(features)}, train=train, slurm=slurm)
+    job = _submit_training(verb, config)
+
+    cluster.until(lambda: int(cluster.show(job, "Restarts")) >= 1, "the limit is near", 200)
+    assert "it will go back into the queue then and go on" in verb("status", "--config", config).out
+    assert cluster.wait([job], 400) == {job: "COMPLETED"}
+    assert steps_of(tmp_path / "run") == list(range(1, 3001))

@@ -1,0 +1,204 @@
+"""`train.tokens_per_pack: auto`: tries rows of growing length on real steps, with and without activation checkpointing.
+
+The samples of a step stay the same whatever is chosen; only how many rows they are computed in changes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.atomic import write_text
+from cache.errors import ResourceError
+from cache.vision_tower import VisionTower
+from train.features import features_on
+from train.loss import pack_loss
+from train.step import Step, StepDataset
+
+CALIBRATION_FILE = "calibration.json"
+SHORTEST, GROWTH = 2048, 1.5
+MEMORY_SHARE = 0.92  # the rest is for what differs from step to step
+
+logger = logging.getLogger("train")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting, tried on one step.
+
+    Attributes:
+        seconds: forward and backward of the whole step; infinite where it does not fit.
+        peak_bytes: of the device's memory.
+    """
+
+    tokens_per_pack: int
+    gradient_checkpointing: bool
+    seconds: float
+    peak_bytes: int
+
+
+Try = Callable[[int, bool], Trial]
+
+
+def choose(tokens_in_step: int, longest_sample: int, checkpointing: bool | None, attempt: Try) -> list[Trial]:
+    """All trials, the fastest that fits first.
+
+    Args:
+        tokens_in_step: of this process's share of a step; a row that holds all of them needs no longer one.
+        longest_sample: no row can be shorter.
+        checkpointing: whether to recompute activations; None tries both.
+        attempt: runs one trial.
+
+    Raises:
+        ResourceError: not even the shortest row fits.
+    """
+    trials: list[Trial] = []
+    for recompute in (False, True) if checkpointing is None else (checkpointing,):
+        if any(t.tokens_per_pack >= tokens_in_step and math.isfinite(t.seconds) for t in trials):
+            break  # a whole step in one row fits as it is: recomputing could only take longer
+        for tokens in lengths(tokens_in_step, longest_sample):
+            trials.append(attempt(tokens, recompute))
+            if math.isinf(trials[-1].seconds):
+                break
+    trials.sort(key=lambda t: t.seconds)
+    if math.isinf(trials[0].seconds):
+        raise ResourceError(
+            f"the GPU's memory does not suffice for a row of {trials[0].tokens_per_pack} tokens, which the longest "
+            f"sample ({longest_sample} tokens) needs",
+            do="set train.quantization: nf4, lower cache.max_pixels, or use a larger GPU",
+        )
+    return trials
+
+
+def lengths(tokens_in_step: int, longest_sample: int) -> list[int]:
+    """Row lengths worth trying, from the shortest to the first that holds a whole step."""
+    tokens = max(SHORTEST, longest_sample)
+    tried = [tokens]
+    while tokens < tokens_in_step:
+        tokens = int(tokens * GROWTH)
+        tried.append(tokens)
+    return tried
+
+
+class Attempts:
+    """Runs trials on a model. Leaves weights and random numbers as they were.
+
+    Args:
+        model: a PEFT model, ready for training.
+        steps: the steps cut into rows of at most so many tokens.
+        step: which (epoch, step) to run: the one with most tokens.
+        autocast: as in training.
+        repeats: timed runs after one that compiles.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        steps: Callable[[int], StepDataset],
+        step: tuple[int, int],
+        *,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        tower: VisionTower | None = None,
+        repeats: int = 2,
+    ) -> None:
+        self._model, self._steps, self._step = model, steps, step
+        self._device, self._autocast, self._tower, self._repeats = device, autocast, tower, repeats
+
+    def __call__(self, tokens: int, recompute: bool) -> Trial:
+        """Run one trial."""
+        recomputing(self._model, recompute)
+        self._model.train()
+        step = self._steps(tokens)[self._step]
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            seconds, peak = self._measure(step)
+        _clean(self._model, self._device)
+        trial = Trial(tokens, recompute, slowest_process(seconds, self._device), peak)
+        logger.info("calibration: %s", describe(trial))
+        return trial
+
+    def _measure(self, step: Step) -> tuple[float, int]:
+        try:
+            times = [self._run(step) for _ in range(1 + self._repeats)]
+        except torch.OutOfMemoryError:
+            return math.inf, 0
+        peak = torch.cuda.max_memory_allocated(self._device) + self._optimizer_bytes()
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        limit = MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction(self._device)
+        return (min(times[1:]) if peak <= limit else math.inf), peak
+
+    def _optimizer_bytes(self) -> int:
+        """Two moments in fp32, which are not there yet."""
+        return sum(8 * p.numel() for p in self._model.parameters() if p.requires_grad)
+
+    def _run(self, step: Step) -> float:
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        features = features_on(self._device, step.images, self._tower)
+        for pack in step.packs:
+            on_device = pack.map_tensors("to", self._device, non_blocking=True)
+            with self._autocast():
+                loss = pack_loss(self._model, on_device, features, scale=1 / step.total_weight)
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+
+def recomputing(model: Any, wanted: bool) -> None:
+    """Turn activation checkpointing on or off, as Trainer does."""
+    if wanted:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def slowest_process(seconds: float, device: torch.device) -> float:
+    """The longest time of all processes, so that each of them chooses the same."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return seconds
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
+    return float(slowest)
+
+
+def describe(trial: Trial) -> str:
+    """One line."""
+    how = "with" if trial.gradient_checkpointing else "without"
+    outcome = f"{trial.seconds:.3f} s a step, {trial.peak_bytes / 2**30:.1f} GiB"
+    if math.isinf(trial.seconds):
+        outcome = "does not fit"
+    return f"rows of {trial.tokens_per_pack} tokens {how} activation checkpointing: {outcome}"
+
+
+def read_calibration(folder: Path, made_for: dict[str, Any]) -> Trial | None:
+    """What an earlier start of the same run chose on the same device."""
+    try:
+        content = json.loads((folder / CALIBRATION_FILE).read_text(encoding="utf-8"))
+        return Trial(**content["chosen"]) if content["made_for"] == made_for else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a new calibration costs a minute
+
+
+def write_calibration(folder: Path, made_for: dict[str, Any], trials: Sequence[Trial]) -> None:
+    """Keep the choice and all trials. `seconds` is null where a trial did not fit."""
+    tried = [asdict(t) | {"seconds": t.seconds if math.isfinite(t.seconds) else None} for t in trials]
+    content = {"chosen": tried[0], "made_for": made_for, "trials": tried}
+    write_text(folder / CALIBRATION_FILE, json.dumps(content, indent=1))
+
+
+def _clean(model: Any, device: torch.device) -> None:
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
