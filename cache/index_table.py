@@ -101,3 +101,12 @@ class IndexTable:
         row = int(self.keys.searchsorted(np.frombuffer(raw, dtype=self.keys.dtype)[0]))
         found = row < len(self.keys) and self.keys[row : row + 1].tobytes() == raw
         return row if found else -1
+
+    def rows(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
+        """The row of each key of 64 hex digits; -1 for those that there are none of."""
+        wanted = np.frombuffer(bytes.fromhex("".join(keys)), dtype=self.keys.dtype)
+        if not len(self.keys):
+            return np.full(len(wanted), -1)
+        rows = self.keys.searchsorted(wanted)
+        found = self.keys[np.minimum(rows, len(self.keys) - 1)] == wanted
+        return np.where(found, rows, -1)

@@ -11,6 +11,7 @@ Layout of `<cache.dir>/<fingerprint>/` (docs/cache-format.md is the specificatio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -95,8 +96,12 @@ class ShardIndex(_File):
     entries: list[IndexEntry]
 
 
-class SplitImage(_Document):
+@dataclass(frozen=True, slots=True)
+class SplitImage:
     """One image of a split. Size and modification time tell whether the file is still the one that was hashed."""
+
+    # No model: a split may have a million images, and models take twice the memory and time.
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     path: str
     key: Key

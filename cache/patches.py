@@ -30,9 +30,8 @@ def cut(processor: ImageProcessor, image: Image.Image, *, where: str) -> tuple[t
     Raises:
         DataError: see ImageProcessor.
     """
-    values, grid = processor(image, where=where, do_rescale=False, do_normalize=False)
-    frames = values.view(len(values), _CHANNELS, processor.temporal_patch_size, -1)
-    return frames[:, :, 0].to(torch.uint8), grid
+    values, grid = processor(image, where=where, do_rescale=False, do_normalize=False, temporal_patch_size=1)
+    return values.to(torch.uint8).view(len(values), _CHANNELS, -1), grid
 
 
 class Normalizer:

@@ -11,7 +11,8 @@ from cache.atomic import disk_full
 from cache.bad_records import reject_images
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
-from cache.manifest import Manifest, SplitImage, load_shard_indexes, load_split
+from cache.index import EntryIndex
+from cache.manifest import Manifest, SplitImage, load_split
 from cache.parts import Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
@@ -99,9 +100,9 @@ def make_plan(
     refused = {image.ref.path: image.error for image in scanned if image.error is not None}
     rejected = [*read.rejected, *reject_images(read.records, refused, data)]
     require_few(rejected, read.total, data, read.path)
-    committed = {entry.key for index in load_shard_indexes(folder) for entry in index.entries}
     distinct = {image.listed.key: (image.listed, image.ref) for image in scanned if image.listed is not None}
-    missing = [image for key, image in distinct.items() if key not in committed]
+    images = list(distinct.values())
+    missing = [images[place] for place in EntryIndex.open(folder).missing(list(distinct))]
     todo = [image for image in missing if part is None or part.has(image[0].key)]
     tokens = _Tokens(processor, manifest.bytes_per_token())
     left_out = {r.source for r in rejected}
@@ -115,7 +116,7 @@ def make_plan(
         refused={path: error.what for path, error in refused.items()},
         todo=todo,
         rejected=rejected,
-        image_tokens=tokens.of(distinct.values()),
+        image_tokens=tokens.of(images),
         todo_bytes=tokens.bytes_of(todo),
         missing_bytes=tokens.bytes_of(missing),
         part=part,

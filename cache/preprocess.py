@@ -223,12 +223,12 @@ class ImageProcessor:
         t, h, w = map(int, grid)
         return t * h * w // self.merge_size**2
 
-    def __call__(self, image: Image.Image, *, where: str, **steps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, image: Image.Image, *, where: str, **settings: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Resize, normalize and cut one image into patches, by the stock processor.
 
         Args:
             image: as `decode` gives it; `where` names it in errors.
-            steps: the stock processor's `do_resize`, `do_rescale`, `do_normalize`; False leaves a step out.
+            settings: of the stock processor, in place of the checkpoint's, e.g. `do_resize=False`.
 
         Returns:
             pixel_values: (P, C * temporal_patch_size * patch_size**2) float32, P = t * h * w patches.
@@ -238,7 +238,7 @@ class ImageProcessor:
             DataError: one side is more than 200 times the other.
         """
         self.grid_of(image.height, image.width, where=where)
-        batch = self._processor(images=[image], return_tensors="pt", **steps)
+        batch = self._processor(images=[image], return_tensors="pt", **settings)
         return batch["pixel_values"], batch["image_grid_thw"][0]
 
 

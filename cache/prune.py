@@ -12,9 +12,9 @@ from typing import Any
 
 from cache.atomic import TEMPORARY_MARK
 from cache.errors import CacheError, ConfigError
+from cache.find import BACKEND_FIELDS
 from cache.fingerprint import Fingerprint
 from cache.manifest import MANIFEST_FILE, SHARDS, SPLITS, Manifest, load_manifest, load_shard_index
-from cache.reader import BACKEND_FIELDS
 from cache.repair import DAMAGED, STALE_SECONDS, shards_without_index
 
 _NAME = re.compile(r"[0-9a-f]{16}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,13 @@ import torch
 
 from cache.errors import CacheError
 from cache.features import StoredFeatures, VisionFeatures
-from cache.files import CacheFiles, LocalFiles
-from cache.fingerprint import Fingerprint
+from cache.files import CacheFiles, LocalFiles, fingerprint_folders, no_cache
 from cache.formats import FORMATS, ShardReader
-from cache.index import EntryIndex, Location
+from cache.index import Location
 from cache.index_table import ShardStamp
-from cache.manifest import (
-    MANIFEST_FILE,
-    Grid,
-    Manifest,
-    SplitImages,
-    load_manifest,
-)
+from cache.manifest import MANIFEST_FILE, Grid, Manifest, SplitImages
 from cache.parts import commands_for
 from cache.quantize import restore
-
-# Which implementation resized the images may be left open when reading ("auto"); everything else must agree.
-BACKEND_FIELDS = frozenset({"processor.backend", "processor.image_processor_type"})
 
 
 class FeatureCache:
@@ -79,7 +69,7 @@ class FeatureCache:
             found = [root]
         if len(found) != 1:
             if not found:
-                raise _no_cache(root)
+                raise no_cache(root)
             listing = ", ".join(str(f) for f in found)
             raise CacheError(f"there are {len(found)} caches here: {listing}", where=str(root), do="name one of them")
         return cls(found[0], verify_checksums=verify_checksums)
@@ -120,6 +110,14 @@ class FeatureCache:
         """
         return self._index.stamp_of(key)
 
+    def shards_of(self, keys: Sequence[str]) -> list[ShardStamp]:
+        """The shards that so many entries are read from, each once.
+
+        Raises:
+            KeyError: one of them is no entry.
+        """
+        return self._index.stamps_of(keys)
+
     def keys(self) -> list[str]:
         """All keys, sorted."""
         return self._index.keys()
@@ -143,7 +141,7 @@ class FeatureCache:
         if images is None:
             advice = self.files.advice(commands_for(name, [], 1))
             raise CacheError(f"split {name!r} has not been cached yet", where=self.files.where, do=advice)
-        missing = [image for image in images.images if image.key not in self._index]
+        missing = [images.images[n] for n in self._index.missing([image.key for image in images.images])]
         if missing:
             commands = commands_for(name, [image.key for image in missing], images.num_parts)
             raise CacheError(
@@ -238,74 +236,3 @@ class FeatureCache:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
-
-
-def fingerprint_folders(root: Path) -> list[Path]:
-    """The folders below `root` that hold a manifest."""
-    return sorted(path.parent for path in root.glob(f"*/{MANIFEST_FILE}"))
-
-
-def find_cache(root: Path, wanted: Fingerprint, *, any_backend: bool, verify_checksums: bool = True) -> FeatureCache:
-    """The cache below `root` that was made as `wanted` says.
-
-    Args:
-        any_backend: take whichever image processor backend made it.
-
-    Raises:
-        CacheError: there is none (says what differs), or there are several with `any_backend`.
-    """
-    ignore = BACKEND_FIELDS if any_backend else frozenset()
-    others: list[tuple[list[str], Path]] = []
-    unreadable: list[CacheError] = []
-    matching = []
-    for folder in fingerprint_folders(root):
-        try:
-            manifest = load_manifest(folder)
-        except CacheError as error:  # of another format version, or damaged: no matter if another one fits
-            unreadable.append(error)
-            continue
-        differences = Fingerprint(manifest.fingerprint).differences(wanted, ignore=ignore)
-        if differences:
-            others.append((differences, folder))
-        else:
-            matching.append(folder)
-    matching = _one_format_each(matching)
-    if len(matching) == 1:
-        return FeatureCache(matching[0], verify_checksums=verify_checksums)
-    if matching:
-        raise CacheError(
-            f"two image processor backends have cached here: {', '.join(f.name for f in matching)}",
-            where=str(root),
-            do="choose one with cache.image_processor_backend",
-        )
-    if not others:
-        raise unreadable[0] if unreadable else _no_cache(root)
-    differences, folder = min(others, key=lambda other: len(other[0]))
-    raise CacheError(
-        f"no cache here was made by this model and these settings; the nearest, {folder.name}, differs in\n    "
-        + "\n    ".join(differences),
-        where=str(root),
-        do="change the setting back, or run `pipeline cache` for the new one (nothing is overwritten)",
-    )
-
-
-def _one_format_each(folders: list[Path]) -> list[Path]:
-    """Of copies of one fingerprint in several formats the one to read: the most entries, then the order of FORMATS.
-
-    They hold the same numbers, and a copy that `pipeline repack` has not finished yet holds fewer.
-    """
-    copies: dict[str, list[Path]] = {}
-    for folder in folders:
-        copies.setdefault(Fingerprint(load_manifest(folder).fingerprint).name, []).append(folder)
-    return [found[0] if len(found) == 1 else max(found, key=_merit) for found in copies.values()]
-
-
-def _merit(folder: Path) -> tuple[int, int]:
-    formats = list(FORMATS)
-    written_in = load_manifest(folder).format
-    order = formats.index(written_in) if written_in in formats else len(formats)
-    return len(EntryIndex.open(folder)), -order
-
-
-def _no_cache(root: Path) -> CacheError:
-    return CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split train` first")

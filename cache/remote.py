@@ -15,6 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from cache.errors import CacheError
 from cache.files import CacheFiles
+from cache.find import BACKEND_FIELDS, find_cache
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.formats.extents import ShardFile
@@ -34,7 +35,7 @@ from cache.manifest import (
     load_manifest,
     load_split,
 )
-from cache.reader import BACKEND_FIELDS, FeatureCache, find_cache
+from cache.reader import FeatureCache
 from cache.transport import FsspecTransport, Patience, Transport
 
 _T = TypeVar("_T")
@@ -180,7 +181,7 @@ def find_cache_at(
     verify_checksums: bool = True,
     patience: Patience | None = None,
 ) -> FeatureCache:
-    """The cache made as `wanted` says, in a folder (see cache.reader.find_cache) or at an address.
+    """The cache made as `wanted` says, in a folder (see cache.find.find_cache) or at an address.
 
     Args:
         place: folder, or address either of the fingerprint itself or of what its folder lies in.

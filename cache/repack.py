@@ -104,8 +104,9 @@ def _copy(
     should_stop: Callable[[], bool],
 ) -> None:
     checked = FeatureCache(source.files, verify_checksums=True)
-    progress.start("repacking", sum(map(len, todo)), "image")
-    with CacheWriter(folder, FORMATS[manifest.format], shard_size=shard_size) as writer:
+    count = sum(map(len, todo))
+    progress.start("repacking", count, "image")
+    with CacheWriter(folder, FORMATS[manifest.format], shard_size=shard_size, num_entries=count) as writer:
         for key in (key for keys in todo for key in keys):
             if should_stop():
                 raise StoppedError("stopped; everything copied so far is kept", do="run the same command to go on")

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from cache.errors import CacheError
 from cache.formats import FORMATS, ShardFormat
+from cache.index import update_index_file
 from cache.manifest import SHARDS, IndexEntry, load_manifest
 from cache.progress import Progress
 from cache.verify import ShardState, check_entries, verify_cache
@@ -58,7 +59,7 @@ def set_damaged_aside(folder: Path, shard_format: ShardFormat, shard_size: int, 
     for state in damaged:
         shard, entries = _salvage(state)
         lost |= {entry.key for entry in entries}
-        with CacheWriter(folder, shard_format, shard_size=shard_size) as writer:
+        with CacheWriter(folder, shard_format, shard_size=shard_size, num_entries=len(entries)) as writer:
             if shard is not None and shard.is_file():
                 safe |= _rewrite(shard, entries, safe, writer)
         kept += writer.committed_images
@@ -69,6 +70,7 @@ def set_damaged_aside(folder: Path, shard_format: ShardFormat, shard_size: int, 
         moved += _move_aside(folder, damage.file)
     for orphan in shards_without_index(folder):
         moved += _move_aside(folder, orphan)
+    update_index_file(folder)
     return Repair(moved, kept, len(lost - safe))
 
 

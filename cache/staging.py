@@ -84,12 +84,8 @@ def _document(files: CacheFiles, place: str) -> bytes:
 
 
 def _needed(cache: FeatureCache, splits: Sequence[str]) -> list[ShardStamp]:
-    stamps = {}
-    for split in splits:
-        for image in cache.split(split).images:
-            stamp = cache.shard_of(image.key)
-            stamps[stamp.shard] = stamp
-    return list(stamps.values())
+    stamps = [stamp for split in splits for stamp in cache.shards_of([i.key for i in cache.split(split).images])]
+    return list({stamp.shard: stamp for stamp in stamps}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, ResourceError
-from cache.fast_tower import fast_attention, speed_up
+from cache.fast_tower import FastTower
 from cache.features import VisionFeatures
 from cache.positions import Grids, Positions
 
@@ -23,14 +22,12 @@ class VisionTower:
 
     Args:
         module: the stock transformers vision model.
-        fast: see CacheConfig.tower; then all images of a batch must have one shape.
+        fast: what runs instead of the module (see CacheConfig.tower); then all images of a batch must have one shape.
     """
 
-    def __init__(self, module: torch.nn.Module, *, fast: bool = False) -> None:
+    def __init__(self, module: torch.nn.Module, *, fast: FastTower | None = None) -> None:
         self.module = module.eval().requires_grad_(False)
         self._fast = fast
-        if fast:
-            speed_up(module)
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._positions = Positions(module, self.device)
@@ -49,7 +46,9 @@ class VisionTower:
         _fill(module, weights or VisionWeights.find(model), model)
         if cache.tower == "fast" and device.type != "cuda":
             raise ConfigError("cache.tower: fast needs a GPU", do="set cache.tower: stock")
-        return cls(module.to(device), fast=cache.tower == "fast")
+        module.to(device).eval().requires_grad_(False)
+        alone = cache.patches_per_batch is None
+        return cls(module, fast=FastTower(module, compile_first=alone) if cache.tower == "fast" else None)
 
     @torch.no_grad()
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
@@ -91,10 +90,9 @@ class VisionTower:
 
     def _run(self, pixels: torch.Tensor, grids: Grids) -> Any:
         positions = self._positions.of(grids)
-        if not self._fast:
-            return self.module(pixels, **positions, return_dict=True)
-        with fast_attention():
-            return self.module(pixels, **positions, max_seqlen=math.prod(grids[0]), return_dict=True)
+        if self._fast is not None:
+            return self._fast(pixels, grids, positions)
+        return self.module(pixels, **positions, return_dict=True)
 
 
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:

@@ -12,6 +12,8 @@ from cache.bad_records import list_rejected
 from cache.build import CacheBuilder, Summary
 from cache.config import StorageDtype
 from cache.errors import CacheError, ConfigError
+from cache.files import fingerprint_folders
+from cache.find import BACKEND_FIELDS, find_cache
 from cache.fingerprint import Fingerprint, expected_fingerprint
 from cache.formats import FORMATS
 from cache.manifest import folder_name, load_manifest
@@ -19,7 +21,6 @@ from cache.parts import Part
 from cache.processes import Child, run_children
 from cache.progress import Progress
 from cache.prune import remove_fingerprint, remove_leftovers, survey_holdings, total_bytes
-from cache.reader import BACKEND_FIELDS, find_cache, fingerprint_folders
 from cache.repack import repack as repack_cache
 from cache.repair import set_damaged_aside
 from cache.verify import verify_cache

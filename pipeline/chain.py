@@ -86,15 +86,14 @@ def splits_of(settings: PipelineConfig) -> list[str]:
             held_out = stage.settings.train.eval_split
             if held_out is not None and held_out in stage.settings.data.splits:
                 found[held_out] = None
-        split = eval_split_of(experiment)
-        if split is not None:
-            found[split] = None
+    split = eval_split_of(settings)
+    if split is not None:
+        found[split] = None
     return list(found)
 
 
-def eval_split_of(experiment: Experiment) -> str | None:
-    """What an experiment is evaluated on: its last stage's train.eval_split, or `val`; None where there is neither."""
-    settings = experiment.stages[-1].settings
+def eval_split_of(settings: PipelineConfig) -> str | None:
+    """What all experiments are evaluated on: the file's train.eval_split, or `val`; None where there is neither."""
     for name in (settings.train.eval_split, "val"):
         if name is not None and name in settings.data.splits:
             return name
@@ -124,16 +123,16 @@ def plan_jobs(settings: PipelineConfig, config: Path, done: Done) -> list[Planne
     planned = _cache_jobs(settings, common, done)
     if planned:
         planned.append(_check(settings, common, tuple(job.name for job in planned)))
-    experiments = experiments_of(settings)
+    experiments, split = experiments_of(settings), eval_split_of(settings)
     if settings.slurm.experiments == "allocation" and settings.experiments:
         work = [] if _all_done(experiments, done) else [_allocation(settings, common)]
         ends: list[str] = [ALL]
     else:
         work = [job for experiment in experiments for job in _experiment(settings, common, experiment, done)]
-        ends = [eval_name(e) if eval_split_of(e) is not None else stage_name(e.stages[-1]) for e in experiments]
+        ends = [stage_name(e.stages[-1]) if split is None else eval_name(e) for e in experiments]
     planned += work
     if settings.experiments and (work or not done.comparison):
-        command = ("pipeline", "compare", *common)
+        command = ("pipeline", "compare", *common, *(("--split", split) if split is not None else ()))
         script = Script(COMPARE, "The comparison of all experiments.", command, settings.slurm.light)
         # Also when an experiment has failed: the table says what is missing. Not when the cache has.
         planned.append(PlannedJob(ChainJob(script, after_ok=(CHECK,), after_any=tuple(ends))))
@@ -214,7 +213,7 @@ def _experiment(
         if planned or stage.label not in done.stages:
             planned.append(_train_job(settings, common, stage, name, before))
         before = name
-    split = eval_split_of(experiment)
+    split = eval_split_of(settings)
     if split is not None and (planned or experiment.name not in done.evaluations):
         command = ("pipeline", "eval", *common, "--split", split, *_named(experiment.name, ""))
         script = Script(eval_name(experiment), f"The evaluation on split {split}.", command, settings.slurm.eval)
@@ -245,7 +244,13 @@ def _allocation(settings: PipelineConfig, common: tuple[str, ...]) -> PlannedJob
             "of one node",
             do="set nodes to 1 and gpus to at least 1, or slurm.experiments: jobs",
         )
-    command = ("pipeline", "experiments", *common, "--gpus", str(asks.gpus))
+    split = eval_split_of(settings)
+    if split is None:
+        raise ConfigError(
+            "slurm.experiments: allocation evaluates all experiments, and there is no split to do it on",
+            do="name a split `val` in data.splits, or set train.eval_split",
+        )
+    command = ("pipeline", "experiments", *common, "--gpus", str(asks.gpus), "--split", split)
     asked = JobConfig.model_validate(asks.model_dump(exclude={"nodes"}))
     script = Script(ALL, "All experiments.", command, asked, stops_on_signal=True)
     return PlannedJob(ChainJob(script, after_ok=(CHECK,)))

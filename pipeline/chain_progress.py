@@ -62,6 +62,14 @@ def parts_progress(folder: Path, split: str, num_parts: int) -> PartsProgress | 
     return PartsProgress(tuple((done, total) for done, total in counts), datetime.now())
 
 
+def committed_images(folder: Path) -> int:
+    """Distinct images in the cache in `folder`, of whatever split."""
+    from cache.index import EntryIndex
+    from cache.manifest import SHARDS
+
+    return len(EntryIndex.open(folder)) if (folder / SHARDS).is_dir() else 0
+
+
 def stage_progress(folder: Path) -> StageProgress | None:
     """Of the training run in `folder`; None before its first log line."""
     file = folder / METRICS_FILE

@@ -13,11 +13,13 @@ from cache.parts import part_of
 from cache.progress import Progress
 from cache.remote import find_cache_at
 from pipeline.chain import Done, eval_split_of, splits_of
+from pipeline.comparison import NAME
 from pipeline.config import PipelineConfig
+from pipeline.evaluations import MADE_FROM_FILE, evaluation_folder, is_evaluated
 from pipeline.experiments import Experiment, experiments_of
 from pipeline.options import job_of
 from train.job import is_finished
-from train.run_folder import ADAPTER, RUN_FILE
+from train.run_folder import RUN_FILE
 
 
 def find_done(settings: PipelineConfig, progress: Progress) -> tuple[Done, Path | None]:
@@ -41,7 +43,12 @@ def find_done(settings: PipelineConfig, progress: Progress) -> tuple[Done, Path 
         for stage in experiment.stages
         if is_finished(job_of(stage.settings, from_cache=True))
     )
-    evaluated = frozenset(experiment.name for experiment in experiments if _is_evaluated(experiment))
+    split = eval_split_of(settings)
+    evaluated = frozenset(
+        experiment.name
+        for experiment in experiments
+        if split is None or is_evaluated(experiment.stages[-1].settings, split)
+    )
     return Done(missing, stages, evaluated, _is_compared(settings, experiments)), folder
 
 
@@ -88,18 +95,13 @@ def _missing(builder: CacheBuilder, split: str, count: int, progress: Progress) 
     return tuple(sorted({part_of(key, count) for key in missing}))
 
 
-def _is_evaluated(experiment: Experiment) -> bool:
-    split, folder = eval_split_of(experiment), experiment.stages[-1].settings.output_dir
-    return split is None or _newer(folder / f"eval-{split}" / "metrics.json", [folder / RUN_FILE, folder / ADAPTER])
-
-
 def _is_compared(settings: PipelineConfig, experiments: tuple[Experiment, ...]) -> bool:
-    metrics = [
-        e.stages[-1].settings.output_dir / f"eval-{split}" / "metrics.json"
-        for e in experiments
-        if (split := eval_split_of(e)) is not None
+    folders = [experiment.stages[-1].settings for experiment in experiments]
+    split = eval_split_of(settings)
+    sources = [
+        s.output_dir / RUN_FILE if split is None else evaluation_folder(s, split) / MADE_FROM_FILE for s in folders
     ]
-    return _newer(settings.output_dir / "comparison.md", metrics)
+    return _newer(settings.output_dir / f"{NAME}.md", sources)
 
 
 def _newer(file: Path, sources: list[Path]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.chain_progress import PartsProgress, StageProgress, parts_progress, stage_progress
+from pipeline.chain_progress import PartsProgress, StageProgress, committed_images, parts_progress, stage_progress
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob
 from pipeline.chain_submit import look
 from pipeline.config import PipelineConfig
@@ -47,8 +47,10 @@ def status(settings: PipelineConfig, client: SlurmClient) -> str:
         return f"nothing was submitted for {settings.output_dir}; `pipeline submit` does it"
     infos = look(chain, client)
     lines = [f"chain in {folder.folder}"]
-    for job in chain.jobs:
-        lines += _job_lines(settings, folder, chain, job, infos[job.id])
+    for number, job in enumerate(chain.jobs):
+        again = {task for later in chain.jobs[number + 1 :] if later.name == job.name for task in later.tasks or ()}
+        shown = [info for info in infos[job.id] if info.task not in again]
+        lines += _job_lines(settings, folder, chain, job, shown)
     return "\n".join(lines)
 
 
@@ -99,8 +101,11 @@ def _end_of(log: Path) -> list[str]:
 def _progress(settings: PipelineConfig, chain: Chain, job: SubmittedJob, infos: Sequence[JobInfo]) -> Iterable[str]:
     running = [info for info in infos if info.state in RUNNING]
     if job.split is not None and chain.cache is not None:
-        progress = parts_progress(Path(chain.workdir) / chain.cache, job.split, chain.num_parts)
-        if progress is not None:
+        cache = Path(chain.workdir) / chain.cache
+        progress = parts_progress(cache, job.split, chain.num_parts)
+        if progress is None:
+            yield f"{committed_images(cache)} images are in the cache so far; those of the split are not counted yet"
+        else:
             yield _parts_line(progress)
             for info in running:
                 if info.task is not None and info.started is not None:
@@ -109,8 +114,10 @@ def _progress(settings: PipelineConfig, chain: Chain, job: SubmittedJob, infos: 
                     yield f"part {info.task}: {done} of {total} images{_against(end, info.ends)}"
     for label, run in _stages(settings, chain, job):
         if run is not None:
-            end = run.end if running else None
-            limit = running[0].ends if running else None
+            # What was written before the job began tells nothing about its pace.
+            fresh = [info for info in running if info.started is not None and info.started <= run.written]
+            end = run.end if fresh else None
+            limit = fresh[0].ends if fresh else None
             yield f"{label}{run.describe()}{_against(end, limit)}"
 
 

@@ -30,10 +30,19 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
         PipelineError: the model, the data or the cache cannot be used.
         SlurmError: SLURM is missing or refused a job; those before it are in the queue.
     """
+    check_setup(settings.slurm.setup)
+    folder = ChainFolder(settings.output_dir)
+    if dry_run:
+        return _submit(settings, folder, progress, client, dry_run=True)
+    with folder.submitting():
+        return _submit(settings, folder, progress, client, dry_run=False)
+
+
+def _submit(
+    settings: PipelineConfig, folder: ChainFolder, progress: Progress, client: SlurmClient, *, dry_run: bool
+) -> str:
     from pipeline.chain_state import find_done
 
-    folder = ChainFolder(settings.output_dir)
-    check_setup(settings.slurm.setup)
     chain = folder.load()
     queued = queued_of(chain, look(chain, client))
     text = snapshot(settings)
@@ -41,13 +50,11 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
         _refuse_changes(folder, text, queued)
     done, cache = find_done(settings, progress)
     workdir = Path.cwd()
-    base = chain or Chain(workdir=str(workdir), cache=None, num_parts=1)
-    base = base.model_copy(
-        update={
-            "workdir": str(workdir),
-            "cache": str(cache) if cache else None,
-            "num_parts": settings.slurm.cache.num_parts,
-        }
+    base = Chain(
+        workdir=str(workdir),
+        cache=str(cache) if cache else None,
+        num_parts=settings.slurm.cache.num_parts,
+        jobs=chain.jobs if chain else (),
     )
     planned, loose = to_submit(plan_jobs(settings, folder.config, done), queued)
     scripts = {job.name: _script(settings, folder, job, workdir) for job in planned}
@@ -58,12 +65,11 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
         return "\n".join([*shown, order or "nothing to do: everything is finished"])
     if not planned:
         return order or "nothing to do: everything is finished"
-    with folder.submitting():
-        write_text(folder.config, text)
-        for name, script in scripts.items():
-            write_text(folder.script(name), script)
-        client.cancel([number for name in loose for number in queued[name].ids])
-        numbers = _submit(folder, base, planned, remaining, client)
+    write_text(folder.config, text)
+    for name, script in scripts.items():
+        write_text(folder.script(name), script)
+    client.cancel([number for name in loose for number in queued[name].ids])
+    numbers = _enqueue(folder, base, planned, remaining, client)
     lines = [f"submitted {name:24s} job {number}" for name, number in numbers.items()]
     advice = f"`pipeline status --config ...` shows them; scripts and logs are in {folder.folder}"
     return "\n".join([order, "", *lines, advice])
@@ -99,7 +105,7 @@ def queued_of(chain: Chain | None, infos: Infos) -> dict[str, Queued]:
     return found
 
 
-def _submit(
+def _enqueue(
     folder: ChainFolder,
     chain: Chain,
     planned: Sequence[PlannedJob],

@@ -18,7 +18,8 @@ app = typer.Typer(
     help="Fine-tune Qwen3-VL with the frozen vision tower run once per image.\n\n"
     "plan: what the cache costs and brings. cache: run the tower, store its output. verify, prune: look after it. "
     "train: LoRA or QLoRA from that store. eval, predict, merge: what comes after. "
-    "experiments, compare: several runs over one cache.",
+    "experiments, compare: several runs over one cache. "
+    "submit, status, cancel: all of it as SLURM jobs; check: whether the cache is complete.",
 )
 app.command()(store.plan)
 app.command()(store.cache)

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ def write_comparison(folder: Path, experiments: Sequence[Experiment], splits: Se
     Raises:
         DataError: a metrics file is damaged.
     """
-    rows = [row_of(experiment, splits) for experiment in experiments]
-    metrics = metrics_of(rows, splits)
+    found = [row_of(experiment, splits) for experiment in experiments]
+    metrics = metrics_of(found, splits)
+    rows = [replace(row, missing=(*row.missing, *_not_measured(row, metrics, splits))) for row in found]
     table = markdown(rows, metrics)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{NAME}.md", f"# Comparison of experiments\n\n{table}\n")
@@ -119,6 +120,16 @@ def as_csv(rows: Sequence[Row], metrics: Sequence[str]) -> str:
         numbers = [repr(row.values[name]) if name in row.values else "" for name in metrics]
         writer.writerow([row.experiment, " > ".join(row.stages), *numbers, "; ".join(row.missing)])
     return out.getvalue()
+
+
+def _not_measured(row: Row, metrics: Sequence[str], splits: Sequence[str]) -> list[str]:
+    """Scores that others have and an experiment lacks though it was evaluated: its evaluation gives none."""
+    evaluated = [split for split in splits if f"{split} loss" in row.values]
+    return [
+        f"its evaluation has no {metric}"
+        for metric in metrics
+        if metric not in row.values and any(metric.startswith(f"{split} ") for split in evaluated)
+    ]
 
 
 def _cells(row: Row, metrics: Sequence[str]) -> list[str]:

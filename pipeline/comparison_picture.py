@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH, MARGIN, GAP = 1000, 24, 28
 CURVES_HEIGHT, BAR, LABEL = 300, 22, 130  # a bar's line, and the space for the experiments' names in front of it
-COLUMNS = 2
+COLUMNS, KEY_COLUMNS = 2, 3
 MOST_POINTS = 400  # of a curve: more are not seen
 # Distinct also to most colour-blind readers (Okabe and Ito), on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8a8a00")
@@ -27,7 +27,16 @@ def draw(rows: Sequence[Row], metrics: Sequence[str]) -> str:
     names = [row.experiment or "the run" for row in rows]
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(rows))]
     curves = _curves(rows, colours)
-    top = MARGIN + (CURVES_HEIGHT + GAP + 20 * len(rows) if curves else 0)
+    keys: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "colour": colour,
+            "x": MARGIN + place % KEY_COLUMNS * (WIDTH - MARGIN) // KEY_COLUMNS,
+            "y": CURVES_HEIGHT + MARGIN + 8 + 20 * (place // KEY_COLUMNS),
+        }
+        for place, (name, colour) in enumerate(zip(names, colours, strict=True))
+    ]
+    top = (keys[-1]["y"] + GAP) if curves else MARGIN
     panel_height = 30 + BAR * len(rows)
     panels = []
     for place, metric in enumerate(metrics):
@@ -44,8 +53,7 @@ def draw(rows: Sequence[Row], metrics: Sequence[str]) -> str:
         margin=MARGIN,
         label=LABEL,
         curves=curves,
-        keys=list(zip(names, colours, strict=True)),
-        curves_height=CURVES_HEIGHT,
+        keys=keys,
         panels=panels,
     )
 
@@ -62,7 +70,7 @@ def _bars(rows: Sequence[Row], metric: str, names: list[str], colours: list[str]
                 "y": 30 + BAR * place,
                 "length": round(abs(value) / longest * room, 1) if value is not None else 0,
                 "colour": colour,
-                "text": "missing" if value is None else f"{value:.4g}",
+                "text": "missing" if value is None else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}",
             }
         )
     return bars

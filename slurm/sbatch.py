@@ -79,7 +79,7 @@ def render(script: Script, settings: SlurmConfig, *, logs: Path, workdir: Path, 
     options = "".join(f"#SBATCH {option}\n" for option in _options(script, settings, logs))
     setup = "".join(f"{line}\n" for line in _setup(script, settings, workdir, path))
     # The signal of a job with one process goes to the script's own process, which the command therefore takes over.
-    command = f"exec {shell_line(_launched(script))}"
+    command = f"exec {shell_line(_launched(script, settings))}"
     shell = "#!/bin/bash -l" if settings.modules else "#!/bin/bash"
     return f"{shell}\n# {script.purpose}\n{options}\n{setup}\n{command}\n"
 
@@ -154,10 +154,10 @@ def _setup(script: Script, settings: SlurmConfig, workdir: Path, path: Path) -> 
     return lines
 
 
-def _launched(script: Script) -> tuple[Word, ...]:
+def _launched(script: Script, settings: SlurmConfig) -> tuple[Word, ...]:
     if not script.distributed:
         return script.command
-    cpus = script.asks.cpus_per_task
+    cpus = script.asks.cpus_per_task or settings.cpus_per_task
     return (
         "srun",
         "--kill-on-bad-exit=1",

@@ -22,6 +22,14 @@ from .range_server import Site, start_server
 DATA = Path(__file__).parent / "data"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests on a real cluster that were not run are not to be overlooked."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "SLURM is not installed" in str(r.longrepr)]
+    if skipped:
+        terminalreporter.section("WARNING: not run on a cluster", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{len(skipped)} tests need a real SLURM and were NOT RUN: it is not installed here.")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -84,12 +92,12 @@ def make_config(write_config: Callable[..., Path]) -> Callable[..., PipelineConf
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Path], Site]]:
-    """Starts servers of folders."""
+def serve() -> Iterator[Callable[..., Site]]:
+    """Starts servers of folders, by HTTPS where a certificate is given."""
     servers = []
 
-    def start(folder: Path) -> Site:
-        site, server = start_server(folder)
+    def start(folder: Path, certificate: Path | None = None) -> Site:
+        site, server = start_server(folder, certificate)
         servers.append(server)
         return site
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,10 +91,18 @@ class _Server(ThreadingHTTPServer):
         """Clients that hang up are no news."""
 
 
-def start_server(folder: Path) -> tuple[Site, ThreadingHTTPServer]:
-    """Serve a folder on the loopback interface, in a thread."""
+def start_server(folder: Path, certificate: Path | None = None) -> tuple[Site, ThreadingHTTPServer]:
+    """Serve a folder on the loopback interface, in a thread.
+
+    Args:
+        certificate: a PEM file with a certificate and its key; then it is served by HTTPS.
+    """
     site = Site(folder)
     server = _Server(("127.0.0.1", 0), type("SiteHandler", (Handler,), {"site": site}))
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    site.url = f"http://127.0.0.1:{server.server_address[1]}"
+    site.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     return site, server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from cache.bad_records import list_rejected
@@ -12,6 +13,7 @@ from train.job import Job
 from train.lora import load_adapter
 from train.model import autocast, load_language_model, training_device
 from train.stage_losses import StageLosses
+from train.step import Step, StepDataset
 
 
 def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progress) -> Evaluation:
@@ -29,10 +31,19 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     model = load_adapter(load_language_model(job.model, job.train, device), adapter)
     tower = None if job.from_cache else load_tower(job, device)
     steps = inputs.steps(held_out, job.train, shuffle=False)
-    batches = (steps[0, number] for number in range(len(steps)))
     stages = StageLosses(steps.stage_names, device)
+    batches = _reported(steps, progress)
     totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device), stages)
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
     with autocast(job.train, device):
         result = evaluator.run(model, prompts, progress)
     return Evaluation({"loss": float(totals[0] / totals[1]), **stages.take(), **result.scores}, result.predictions)
+
+
+def _reported(steps: StepDataset, progress: Progress) -> Iterator[Step]:
+    progress.start("computing the loss", steps.num_samples, "sample")
+    for number in range(len(steps)):
+        step = steps[0, number]
+        yield step
+        progress.advance(step.num_samples)
+    progress.finish()

@@ -178,8 +178,11 @@ class _Row:
         return found
 
     def pad_to_blocks(self) -> None:
-        """Fill up the last block with tokens that see and are seen by nobody else."""
-        missing = -self._length % BLOCK_SIZE
+        """Fill up the last block with tokens that see and are seen by nobody else.
+
+        A row takes two blocks at least: for the compiler a dimension of size one is another program.
+        """
+        missing = max(-self._length % BLOCK_SIZE, 2 * BLOCK_SIZE - self._length)
         if missing:
             filler = 0 if self._image_token_id else 1
             self._ids.append(np.full(missing, filler))

@@ -125,6 +125,12 @@ class StepDataset(Dataset[Step]):
         costs = self._costs([self._samples[i] for i in self.indices(epoch, heaviest)])[2]
         return heaviest, max(length_of(costs, share) for share in balanced_shares(costs, self._world_size))
 
+    def tokens_in_step(self, epoch: int, step: int) -> int:
+        """Tokens that the process with most of them computes in a step: each row's shared prefixes once."""
+        costs = self._costs([self._samples[i] for i in self.indices(epoch, step)])[2]
+        shares = balanced_shares(costs, self._world_size)
+        return max(sum(length_of(costs, run) for run in runs_within(costs, share, self._budget)) for share in shares)
+
     def _costs(self, samples: Sequence[Sample]) -> tuple[list[Symbols], list[int], Costs]:
         """The samples' symbols, the order in which neighbours share most, and what each takes in a row."""
         symbols = symbols_of(samples, self._model["image_token_id"])

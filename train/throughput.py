@@ -22,7 +22,7 @@ class Throughput:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._samples = self._image_tokens = self._steps = 0
+        self._samples = self._image_tokens = self._tokens = self._steps = 0
         self._waited = 0.0
         self._since = time.perf_counter()
         self._seconds_per_step: float | None = None
@@ -39,15 +39,19 @@ class Throughput:
         self._steps += 1
         self._samples += step.num_samples
         self._image_tokens += step.num_image_tokens
+        self._tokens += sum(pack.input_ids.shape[1] for pack in step.packs)
 
     def pause(self) -> None:
         """Leave out the time since the last report (an evaluation, a checkpoint)."""
         self._since = time.perf_counter()
         self._waited = 0.0
-        self._samples = self._image_tokens = self._steps = 0
+        self._samples = self._image_tokens = self._tokens = self._steps = 0
 
     def report(self, steps_left: int) -> dict[str, float]:
-        """Rates since the last report, and the time left in seconds by a moving average of the time a step takes."""
+        """Rates since the last report, and the time left in seconds by a moving average of the time a step takes.
+
+        `tokens_per_second` counts what this process computes: a shared prefix once.
+        """
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         if self._steps:
@@ -58,6 +62,7 @@ class Throughput:
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples / seconds, 3),
             "image_tokens_per_second": round(self._image_tokens / seconds, 1),
+            "tokens_per_second": round(self._tokens / seconds, 1),
             "data_wait_share": round(self._waited / seconds, 4),
             "peak_memory_gib": round(self._peak_memory() / 2**30, 3),
             "seconds_left": round((self._seconds_per_step or 0.0) * steps_left, 1),

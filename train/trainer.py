@@ -130,7 +130,7 @@ class StepTrainer(Trainer):
         """Weighted mean loss over the evaluation split, and generation metrics where they were asked for."""
         del ignore_keys
         started = time.perf_counter()
-        loader = self.get_eval_dataloader(eval_dataset)
+        loader: Any = self.get_eval_dataloader(eval_dataset)
         stages = StageLosses(loader.dataset.stage_names, self.args.device)
         totals = weighted_loss(
             self.model, loader, self.args.device, self._tower, self.compute_loss_context_manager, stages
@@ -141,7 +141,9 @@ class StepTrainer(Trainer):
         if self._generation_metrics is not None:
             scores = self._generation_metrics(self.model)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in scores.items()}
-        metrics[f"{metric_key_prefix}_runtime"] = round(time.perf_counter() - started, 3)
+        seconds = time.perf_counter() - started
+        metrics[f"{metric_key_prefix}_runtime"] = round(seconds, 3)
+        metrics[f"{metric_key_prefix}_samples_per_second"] = round(loader.dataset.num_samples / seconds, 3)
         self._throughput.pause()
         self.log(dict(metrics))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

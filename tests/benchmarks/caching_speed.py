@@ -32,7 +32,8 @@ from cache.patches import Normalizer, cut
 from cache.preprocess import ImageProcessor, decode
 from cache.vision_tower import VisionTower
 from pipeline.demo.tiny_model import make_tiny_checkpoint
-from tests.benchmarks.true_shapes import HEIGHT, WIDTH, make_8b_tower_checkpoint
+from tests.benchmarks.true_shapes import HEIGHT, WIDTH
+from tests.benchmarks.true_tower import make_tower_checkpoint
 
 PATCHES = 64 * 80  # of an image
 WARM_UP, ROUNDS = 3, 8
@@ -65,7 +66,9 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.dir
     work.mkdir(parents=True, exist_ok=True)
-    checkpoint = make_tiny_checkpoint(work / "model") if arguments.tiny else make_8b_tower_checkpoint(work / "model")
+    checkpoint = (
+        make_tiny_checkpoint(work / "model") if arguments.tiny else make_tower_checkpoint(work / "model", device="cuda")
+    )
     rows = make_images(work / "data", arguments.images, tiny=arguments.tiny)
     section = settings(arguments)
     disk = plain_write_rate(work, 64 << 20 if arguments.tiny else 4 << 30)
@@ -110,7 +113,7 @@ def make_images(folder: Path, count: int, *, tiny: bool) -> Path:
         image = bases[number % len(bases)].copy()
         image.paste((number % 256, number // 256, 128), (0, 0, 16, 16))
         name = f"images/{number:05d}.jpg"
-        image.save(folder / name, quality=90)
+        image.save(folder / name, quality=82)
         return json.dumps({"image": name, "question": "What is it?", "answer": "Noise."})
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:

@@ -18,27 +18,20 @@ from pathlib import Path
 
 from cache.index import EntryIndex, update_index_file
 from cache.index_file import INDEX_FILE
-from cache.manifest import Manifest, save_manifest
+from cache.manifest import save_manifest, split_file
 from cache.reader import FeatureCache
 from cache.seal import seal
+from tests.manifests import manifest_of
 
 ENTRY_BYTES, SHARD_BYTES = 40 << 20, 1 << 30
 LOOKUPS = 100_000
+SPLIT = "train"
 
 
 def make_cache(folder: Path, images: int) -> None:
     """JSON indexes as a run leaves them, 26 entries of 40 MiB a shard; the shards have sizes but take no space."""
-    manifest = Manifest(
-        format_version=1,
-        format="safetensors",
-        dtype="bfloat16",
-        hidden_size=4096,
-        num_deepstack_levels=3,
-        fingerprint={"dtype": "bfloat16"},
-        made_by={},
-    )
-    save_manifest(folder, manifest)
-    dice = random.Random(0)
+    save_manifest(folder, manifest_of("safetensors", dtype="bfloat16", hidden_size=4096))
+    dice, listed = random.Random(0), []
     per_shard = -(-SHARD_BYTES // ENTRY_BYTES)
     for start in range(0, images, per_shard):
         count = min(per_shard, images - start)
@@ -46,6 +39,11 @@ def make_cache(folder: Path, images: int) -> None:
         entries = [
             {"key": dice.randbytes(32).hex(), "image_grid_thw": [1, 64, 80], "checksum": dice.randbytes(16).hex()}
             for _ in range(count)
+        ]
+        listed += [
+            {"path": f"images/{start // 1000:04d}/{start + n:08d}.jpg", "size": 300_000, "mtime_ns": 10**18 + start + n}
+            | {field: entry[field] for field in ("key", "image_grid_thw")}
+            for n, entry in enumerate(entries)
         ]
         index = {
             "shard": f"{name}.safetensors",
@@ -57,6 +55,8 @@ def make_cache(folder: Path, images: int) -> None:
         (folder / "shards" / f"{name}.json").write_text(seal(json.dumps(index, separators=(",", ":"))))
         with (folder / "shards" / f"{name}.safetensors").open("wb") as shard:
             shard.truncate(count * ENTRY_BYTES)
+    split = {"split": SPLIT, "source": "-", "num_records": images, "images": listed, "refused": {}, "num_parts": 1}
+    split_file(folder, SPLIT).write_text(seal(json.dumps(split, separators=(",", ":"))))
 
 
 def resident_bytes() -> int:
@@ -83,7 +83,24 @@ def measure(folder: Path) -> dict[str, float]:
     missing = sum(key not in index for key in unknown)
     not_found = (time.perf_counter() - started) / len(unknown)
     assert missing == len(unknown)
-    return {"open": opened, "before": before, "after": after, "found": found, "not_found": not_found}
+    started = time.perf_counter()
+    images = cache.split(SPLIT).images
+    split_opened = time.perf_counter() - started
+    split_bytes = resident_bytes() - after
+    keys = [image.key for image in images]
+    started = time.perf_counter()
+    assert EntryIndex.open(folder).missing([*keys, *unknown]) == list(range(len(keys), len(keys) + len(unknown)))
+    planned = time.perf_counter() - started
+    return {
+        "open": opened,
+        "before": before,
+        "after": after,
+        "found": found,
+        "not_found": not_found,
+        "split": split_opened,
+        "split_bytes": split_bytes,
+        "planned": planned,
+    }
 
 
 def report(what: str, folder: Path) -> None:
@@ -93,7 +110,8 @@ def report(what: str, folder: Path) -> None:
     run = sorted(runs, key=lambda r: r["open"])[1]
     memory = f"{run['after'] / 1e6:.0f} MB | {(run['after'] - run['before']) / 1e6:.0f} MB"
     print(
-        f"| {what} | {run['open']:.2f} s | {memory} | {run['found'] * 1e6:.1f} us | {run['not_found'] * 1e6:.1f} us |",
+        f"| {what} | {run['open']:.2f} s | {memory} | {run['found'] * 1e6:.1f} us | {run['not_found'] * 1e6:.1f} us "
+        f"| {run['split']:.1f} s, {run['split_bytes'] / 1e6:.0f} MB | {run['planned']:.1f} s |",
         flush=True,
     )
 
@@ -111,7 +129,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=chosen.folder))
     try:
         make_cache(folder, chosen.images)
-        print("| | open | process | of it the index | find a key | find none |\n|---|---|---|---|---|---|")
+        print("| | open | process | of it the index | find a key | find none | open a split | what is missing |")
+        print("|---|---|---|---|---|---|---|---|")
         started = time.perf_counter()
         update_index_file(folder)
         writing = time.perf_counter() - started

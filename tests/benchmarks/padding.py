@@ -43,7 +43,7 @@ def grids_of(processor: ImageProcessor, folder: Path, scale: int) -> list[Grid]:
     return [processor.grid_of(height * scale, width * scale) for height, width in sizes]
 
 
-def questions_on(grids: Sequence[Grid], images: int, merge_size: int) -> list[Sample]:
+def questions_on(grids: Sequence[Grid], images: int, merge_size: int, image_token: int = IMAGE_TOKEN) -> list[Sample]:
     """Samples over `images` images, each with a grid from the list; the same ones every time."""
     dice = np.random.default_rng(0)
     samples = []
@@ -51,8 +51,8 @@ def questions_on(grids: Sequence[Grid], images: int, merge_size: int) -> list[Sa
         image = SampleImage(f"{number}", grids[dice.integers(len(grids))], ImageRef(f"{number}"))
         for _ in range(dice.integers(*QUESTIONS)):
             question, answer = dice.integers(*QUESTION_TOKENS), dice.integers(*ANSWER_TOKENS)
-            words = dice.integers(5, 5000, question + answer)
-            ids = np.concatenate([[2, 3, IMAGE_TOKEN], words]).astype(np.int32)
+            words = dice.integers(5, 250, question + answer)
+            ids = np.concatenate([[2, 3, image_token], words]).astype(np.int32)
             weights = np.concatenate([np.zeros(3 + question), np.ones(answer)]).astype(np.float32)
             samples.append(make_sample(EncodedText(ids, weights, ()), (image,), merge_size=merge_size, source=""))
     return samples

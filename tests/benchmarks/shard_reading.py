@@ -23,9 +23,10 @@ import torch
 
 from cache.features import VisionFeatures
 from cache.formats import FORMATS, relay
-from cache.manifest import Manifest, save_manifest
+from cache.manifest import save_manifest
 from cache.reader import FeatureCache
 from cache.writer import CacheWriter
+from tests.manifests import manifest_of
 
 TOKENS, WIDTH, LEVELS = 1280, 4096, 3
 MIB = 1 << 20
@@ -35,18 +36,7 @@ ENTRIES_A_SHARD = 8
 def make_cache(folder: Path, name: str, entries: int) -> Path:
     """A cache of random bfloat16 features of the 8B's shapes at 1036x1288."""
     made = folder / name
-    save_manifest(
-        made,
-        Manifest(
-            format_version=1,
-            format=name,
-            dtype="bfloat16",
-            hidden_size=WIDTH,
-            num_deepstack_levels=LEVELS,
-            fingerprint={"dtype": "bfloat16"},
-            made_by={},
-        ),
-    )
+    save_manifest(made, manifest_of(name, dtype="bfloat16", hidden_size=WIDTH, num_deepstack_levels=LEVELS))
     with CacheWriter(made, FORMATS[name], shard_size=ENTRIES_A_SHARD * 40 * MIB) as writer:
         for number in range(entries):
             generator = torch.Generator().manual_seed(number)

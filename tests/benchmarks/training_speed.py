@@ -107,7 +107,7 @@ def _clean() -> None:
 
 def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
     """Dataset, configuration and cache; cases with the same data share them."""
-    work = work / f"{case.questions}-questions"
+    work = work / f"{case.questions}-questions-{case.images}-images"
     work.mkdir(parents=True, exist_ok=True)
     rows = make_dataset(work, images=case.images * 4, questions=case.questions)
     config = {

@@ -30,7 +30,12 @@ WORDS = (
 
 
 def make_8b_checkpoint(folder: Path, *, device: str = "cuda") -> Path:
-    """Write a bfloat16 checkpoint with the 8B's shapes (17.5 GB), drawn on the device; tokenizer of the tiny model."""
+    """Write a bfloat16 checkpoint with the 8B's shapes (17.5 GB), drawn on the device; tokenizer of the tiny model.
+
+    One that is there is kept: the numbers are always the same.
+    """
+    if (folder / "config.json").is_file() and (folder / "model.safetensors.index.json").is_file():
+        return folder
     from transformers import AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     small = make_tiny_checkpoint(folder.with_name("tiny"))

@@ -14,11 +14,12 @@ import pytest
 from cache.atomic import TEMPORARY_MARK
 from cache.errors import ResourceError, StoppedError
 from cache.formats import SafetensorsFormat
-from cache.manifest import SHARDS, Manifest, load_shard_indexes, save_manifest
+from cache.manifest import SHARDS, load_shard_indexes, save_manifest
 from cache.reader import FeatureCache
 from cache.writer import CacheWriter
 from pipeline.config import PipelineConfig
 
+from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import SILENT, assert_same_entries, builder_of, committed_keys, fill, random_features, snapshot
 
 PAGE = 4096  # tmpfs hands out whole pages
@@ -100,16 +101,7 @@ def test_the_split_list_does_not_fit(cached: Any, small_disk: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A cache folder without entries."""
-    manifest = Manifest(
-        format_version=1,
-        format="safetensors",
-        dtype="float32",
-        hidden_size=8,
-        num_deepstack_levels=3,
-        fingerprint={},
-        made_by={},
-    )
-    save_manifest(tmp_path / "cache", manifest)
+    save_manifest(tmp_path / "cache", manifest_of("safetensors"))
     return tmp_path / "cache"
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from cache.fast_tower import FastTower
+from cache.positions import Positions
 from cache.vision_tower import VisionTower
 
 CONFIG = Qwen3VLVisionConfig(
@@ -27,14 +31,60 @@ def _module() -> Qwen3VLVisionModel:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_fast_equals_stock_up_to_rounding(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[torch.nn.Module] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
+@pytest.mark.parametrize("fused_gelu", [True, False])
+def test_fast_equals_stock_up_to_rounding(count: int, fused_gelu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     pixels = [torch.randn(24, 1536, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     grids = [torch.tensor([1, 4, 6])] * count
+    module = _module()
+    fast = FastTower(module, fused_gelu=fused_gelu)
+    shapes = tuple(tuple(grid.tolist()) for grid in grids)
+    positions = Positions(module, torch.device("cpu")).of(shapes)
+    with torch.no_grad():
+        for _ in range(2):  # the second time with what was kept
+            ours = fast(torch.cat(pixels), shapes, positions)
     stock = VisionTower(_module()).encode(pixels, grids)
-    fast = VisionTower(_module(), fast=True).encode(pixels, grids)
-    assert len(compiled) == 3 + 1 + 2  # blocks, merger, DeepStack mergers
-    for ours, wanted in zip(fast, stock, strict=True):
-        torch.testing.assert_close(ours.image_embeds, wanted.image_embeds, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours.deepstack_features, wanted.deepstack_features, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.pooler_output, torch.cat([one.image_embeds for one in stock]), rtol=1e-4, atol=1e-5)
+    levels = torch.cat([one.deepstack_features for one in stock], dim=1)
+    torch.testing.assert_close(torch.stack(ours.deepstack_features), levels, rtol=1e-4, atol=1e-5)
+    assert levels.std() > 0.01
+
+
+def test_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for the compiler, which is not needed for it; twice, for another number of images."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_as_it_is = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: compile_as_it_is(f, backend=backend, **more))
+    module = _module()
+    fast = FastTower(module)
+    with torch.no_grad():
+        for count in (1, 2):
+            pixels, grids = torch.randn(24 * count, 1536), ((1, 4, 6),) * count
+            fast(pixels, grids, Positions(module, torch.device("cpu")).of(grids))
+    assert len(graphs) <= 2 * (1 + 2 + 1), "blocks do not share their graph"  # block, DeepStack mergers, merger
+
+
+def test_an_odd_batch_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_calls: list[int] = []
+
+    def compile_nothing(function: Any, **_: Any) -> Any:
+        def call(*args: Any) -> Any:
+            compiled_calls.append(1)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    module = _module()
+    tower = VisionTower(module, fast=FastTower(module, compile_first=False))
+    used = []
+    for count in (3, 3, 3, 1, *range(10, 20)):
+        compiled_calls.clear()
+        tower.encode([torch.randn(24, 1536)] * count, [torch.tensor([1, 4, 6])] * count)
+        used.append(bool(compiled_calls))
+    assert used == [False, True, True, False, *[False] * 6, *[True] * 4]

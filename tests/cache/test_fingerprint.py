@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from cache.config import ModelConfig
 from cache.errors import CacheError
+from cache.find import find_cache
 from cache.fingerprint import Fingerprint, expected_fingerprint
-from cache.reader import find_cache
 from pipeline.config import PipelineConfig
 
 

@@ -185,3 +185,20 @@ def test_the_stock_library_reads_it(tmp_path: Path, expected: dict[str, tuple[st
     shards = [row[1] for row in json.loads(bytes(tensors["stamps"].tolist()))]
     assert [shards[n] for n in tensors["shard"].tolist()] == [expected[key][0] for key in sorted(expected)]
     assert tensors["grid"].dtype == torch.int32
+
+
+def test_many_keys_at_once(tmp_path: Path, expected: dict[str, tuple[str, IndexEntry]]) -> None:
+    index = EntryIndex.open(tmp_path)
+    dice = random.Random(5)
+    strangers = [dice.randbytes(32).hex() for _ in range(20)] + ["0" * 64, "f" * 64, "ab" * 20 + "00" * 11 + "01"]
+    asked = dice.sample([*expected, *strangers, *expected], 2 * len(expected) + len(strangers))
+    assert index.missing(asked) == [place for place, key in enumerate(asked) if key in strangers]
+    assert index.missing([]) == []
+    some = dice.sample(sorted(expected), 7)
+    assert {stamp.shard for stamp in index.stamps_of(some)} == {expected[key][0] for key in some}
+    assert len(index.stamps_of(list(expected))) == SHARDS
+    with pytest.raises(KeyError, match=strangers[3]):
+        index.stamps_of([*some, strangers[3]])
+    empty = EntryIndex.open(tmp_path / "nothing")
+    assert empty.missing(strangers) == list(range(len(strangers)))
+    assert empty.stamps_of([]) == []

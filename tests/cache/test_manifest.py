@@ -13,6 +13,7 @@ from cache.manifest import (
     IndexEntry,
     Manifest,
     ShardIndex,
+    SplitImage,
     SplitImages,
     load_manifest,
     load_shard_indexes,
@@ -148,3 +149,20 @@ def test_folders_that_were_removed_are_made_again(tmp_path: Path) -> None:
     (tmp_path / "splits").rmdir()
     save_manifest(tmp_path, MANIFEST)
     save_split(tmp_path, SplitImages(split="val", source="x", num_records=0, images=[], refused={}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"key": "../" * 20}, {"key": "A" * 64}, {"image_grid_thw": [1, 2]}, {"size": "much"}, {"more": 1}, {"path": None}],
+)
+def test_a_list_of_images_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    save_manifest(tmp_path, MANIFEST)
+    image = SplitImage(path="a.png", key="a" * 64, image_grid_thw=(1, 2, 2), size=3, mtime_ns=1)
+    listed = SplitImages(split="val", source="x", num_records=1, images=[image], refused={})
+    save_split(tmp_path, listed)
+    assert load_split(tmp_path, "val") == listed
+    file = tmp_path / "splits" / "val.json"
+    images = json.loads(file.read_text())["images"]
+    edited(file, images=[images[0] | change])
+    with pytest.raises(CacheError, match=rf"(?s)is damaged: images\.0\.{next(iter(change))}.*--repair"):
+        load_split(tmp_path, "val")

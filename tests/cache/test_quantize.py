@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from cache.errors import CacheError, DataError
 from cache.features import QUANTIZED_DTYPES, VisionFeatures, stored_features
+from cache.find import find_cache
 from cache.fingerprint import expected_fingerprint
 from cache.formats.base import checksum
 from cache.manifest import Manifest
 from cache.quantize import dequantize, quantize, to_storage
-from cache.reader import FeatureCache, find_cache
+from cache.reader import FeatureCache
 from tests.cache.conftest import SILENT, builder_of, draw_images, random_features, write_rows
 
 STORAGE = list(QUANTIZED_DTYPES)

@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 from cache.errors import CacheError
 from cache.files import LocalFiles
 from cache.formats import SafetensorsFormat
-from cache.manifest import Manifest, SplitImage, SplitImages, load_shard_indexes, save_manifest, save_split
+from cache.manifest import SplitImage, SplitImages, load_shard_indexes, save_manifest, save_split
 from cache.reader import FeatureCache
 from cache.writer import CacheWriter
 
+from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import assert_same, random_features
 
 KEYS = [f"{number:064x}" for number in range(5)]
@@ -41,18 +42,9 @@ def save_images(folder: Path, split: str, images: list[SplitImage]) -> None:
 def folder(tmp_path: Path) -> Path:
     """Five entries in a shard of three and one of two; the split `train` lists them all."""
     made = tmp_path / "features" / "0123456789abcdef"
-    manifest = Manifest(
-        format_version=1,
-        format="safetensors",
-        dtype="float32",
-        hidden_size=8,
-        num_deepstack_levels=3,
-        fingerprint={"dtype": "float32"},
-        made_by={},
-    )
-    save_manifest(made, manifest)
+    save_manifest(made, manifest_of("safetensors"))
     for numbers in ([0, 1, 2], [3, 4]):
-        with CacheWriter(made, SafetensorsFormat(), shard_size=1 << 30) as writer:
+        with CacheWriter(made, SafetensorsFormat(), shard_size=1 << 30, num_entries=len(numbers)) as writer:
             for number in numbers:
                 writer.add(KEYS[number], FEATURES[number])
     save_images(made, "train", [listed(number) for number in range(5)])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,7 +17,7 @@ from cache.config import CacheConfig
 from cache.errors import CacheError, ConfigError
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
-from cache.manifest import Manifest, SplitImage, SplitImages, load_manifest, save_manifest, save_split
+from cache.manifest import SplitImage, SplitImages, load_manifest, save_manifest, save_split
 from cache.progress import Silent
 from cache.reader import FeatureCache
 from cache.remote import RemoteFiles, find_cache_at, make_transport
@@ -24,6 +25,7 @@ from cache.staging import stage
 from cache.transport import Patience
 from cache.writer import CacheWriter
 
+from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)
 from ..range_server import Site  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import assert_same, random_features
 
@@ -36,16 +38,7 @@ FAST = Patience(attempts=4, first_delay=0.001, longest_delay=0.002, timeout=5.0)
 def make_cache(root: Path, name: str = "webdataset", *, damaged_checksum: bool = False) -> Path:
     """Six images in two shards, the split `train` over all of them and `val` over two."""
     folder = root / FINGERPRINT.name
-    manifest = Manifest(
-        format_version=1,
-        format=name,
-        dtype="float32",
-        hidden_size=8,
-        num_deepstack_levels=3,
-        fingerprint=FINGERPRINT.fields,
-        made_by={},
-    )
-    save_manifest(folder, manifest)
+    save_manifest(folder, manifest_of(name, fingerprint=FINGERPRINT.fields))
     with CacheWriter(folder, FORMATS[name], shard_size=3 * FEATURES[0].num_bytes) as writer:
         for key, features in zip(KEYS, FEATURES, strict=True):
             writer.add(key, features)
@@ -101,6 +94,39 @@ def test_any_fsspec_address(tmp_path: Path) -> None:
     assert_same(pickle.loads(pickle.dumps(cache)).read(KEYS[5]), FEATURES[5])
     with pytest.raises(ConfigError, match=r"(?s)cache\.dir cannot be read.*nosuch.*What to do"):
         open_at("nosuch://bucket/features")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[str]:
+    """A cache in fsspec's object store in memory, which has no folders and is nobody's local files."""
+    make_cache(tmp_path, "safetensors")
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path), "/bucket", recursive=True)
+    shutil.rmtree(tmp_path)
+    yield "memory://bucket"
+    store.rm("/bucket", recursive=True)
+
+
+def test_an_object_store(bucket: str) -> None:
+    cache = open_at(bucket)
+    assert [image.key for image in cache.split("train").images] == KEYS
+    assert open_at(f"{bucket}/{FINGERPRINT.name}").keys() == KEYS
+    for key, features in zip(KEYS, FEATURES, strict=True):
+        assert_same(cache.read(key), features)
+    loader = DataLoader(_Entries(cache), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert all(torch.equal(tensor, FEATURES[index].image_embeds) for index, tensor in loader)
+    store, shard = fsspec.filesystem("memory"), cache.shard_of(KEYS[0]).shard
+    place = f"/bucket/{FINGERPRINT.name}/shards/{shard}"
+    whole = store.cat_file(place)
+    at = whole.index(FEATURES[0].image_embeds.numpy().tobytes())
+    store.pipe_file(place, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(CacheError, match=rf"(?s)memory://bucket/.*{shard}: .*checksum.*--repair"):
+        cache.read(KEYS[0])
+    store.rm(place)
+    with pytest.raises(CacheError, match="is not there"):
+        open_at(bucket).read(KEYS[0])
+    with pytest.raises(CacheError, match=r"no manifest\.json here"):
+        open_at("memory://nothing")
 
 
 @pytest.mark.parametrize("fault", ["drop", "500", "truncate"])

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from cache.errors import CacheError, ConfigError, StoppedError
+from cache.find import find_cache
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.manifest import Manifest, SplitImage, SplitImages, load_manifest, save_manifest, save_split
 from cache.progress import Silent
 from cache.quantize import dequantize, quantize
-from cache.reader import FeatureCache, find_cache
+from cache.reader import FeatureCache
 from cache.repack import repack
 from cache.writer import CacheWriter
 

@@ -16,7 +16,8 @@ import pytest
 from cache.build import CacheBuilder
 from cache.errors import CacheError
 from cache.formats import FORMATS
-from cache.index import update_index_file
+from cache.index import EntryIndex, update_index_file
+from cache.index_file import INDEX_FILE
 from cache.reader import FeatureCache
 from cache.repair import DAMAGED, Repair, set_damaged_aside
 from cache.verify import verify_cache
@@ -169,6 +170,26 @@ def test_a_repair_that_is_cut_short_goes_on(tmp_path: Path, format_name: str, mo
         assert committed_keys(folder).count(KEYS[0]) <= 1
         assert verify(folder).all_damages() == []
         assert verify(folder).intact_keys == intact
+
+
+@pytest.mark.parametrize("damage", ["shard", "index file", "index file lost"])
+def test_the_index_file_covers_what_a_repair_leaves(tmp_path: Path, damage: str) -> None:
+    folder = make_cache(tmp_path / "0123456789abcdef", "safetensors")
+    whole = bytearray((folder / INDEX_FILE).read_bytes())
+    if damage == "shard":
+        flip_in_entry(next(file for file in (folder / "shards").iterdir() if file.suffix != ".json"))
+    elif damage == "index file":
+        whole[len(whole) // 2] ^= 1
+        (folder / INDEX_FILE).write_bytes(whole)
+    else:
+        (folder / INDEX_FILE).unlink()
+    set_damaged_aside(folder, FORMATS["safetensors"], 1 << 30, SILENT)
+    said = EntryIndex.read(folder)
+    assert said is not None
+    assert list(said) == sorted(set(committed_keys(folder)))
+    assert {stamp.index for stamp in said.stamps_of(list(said))} == {
+        file.name for file in (folder / "shards").glob("*.json")
+    }
 
 
 def damage_at_random(folder: Path, dice: random.Random) -> None:

@@ -13,7 +13,6 @@ from cache.formats import FORMATS
 from cache.index import update_index_file
 from cache.index_file import INDEX_FILE
 from cache.manifest import (
-    Manifest,
     RefusedImage,
     SplitImage,
     SplitImages,
@@ -25,6 +24,7 @@ from cache.seal import seal, seal_holds
 from cache.verify import Verification, verify_cache
 from cache.writer import CacheWriter
 
+from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import SILENT, random_features
 
 KEYS = [f"{number:02d}" * 32 for number in range(5)]
@@ -32,18 +32,11 @@ KEYS = [f"{number:02d}" * 32 for number in range(5)]
 
 def make_cache(folder: Path, format_name: str) -> Path:
     """Five entries in a shard of three and one of two; two splits; a note on an image that cannot be decoded."""
-    manifest = Manifest(
-        format_version=1,
-        format=format_name,
-        dtype="float32",
-        hidden_size=8,
-        num_deepstack_levels=3,
-        fingerprint={"dtype": "float32", "note": "\x1f"},  # escaped in JSON, where a flip in its hex digits is silent
-        made_by={"model": "none"},
-    )
-    save_manifest(folder, manifest)
+    # The note is escaped in JSON, where a flip in its hex digits is silent.
+    fields = {"dtype": "float32", "note": "\x1f"}
+    save_manifest(folder, manifest_of(format_name, fingerprint=fields, made_by={"model": "none"}))
     for numbers in ([0, 1, 2], [3, 4]):
-        with CacheWriter(folder, FORMATS[format_name], shard_size=1 << 30) as writer:
+        with CacheWriter(folder, FORMATS[format_name], shard_size=1 << 30, num_entries=len(numbers)) as writer:
             for number in numbers:
                 writer.add(KEYS[number], random_features(number, tokens=number + 1))
     for split, numbers in (("train", range(5)), ("val", range(2))):

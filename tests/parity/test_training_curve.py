@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, get_scheduler
 
+from cache.progress import Silent
 from pipeline.cli import app
 from pipeline.config import PipelineConfig, load_config
 from pipeline.exit import exit_code_of
 from train.inputs import Inputs
+from train.step import StepDataset
 
 from .conftest import Stock, job_of
 
@@ -154,10 +156,50 @@ def _eval_and_predict_agree(tiny: Path, data_dir: Path, file: Path, config: Pipe
     assert len(set(answers)) > 1
 
 
+def test_thirty_steps_with_shared_prefixes_and_without(
+    data_dir: Path, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    train = {"effective_batch_size": 12, "max_steps": STEPS, "learning_rate": LEARNING_RATE, "eval_split": None}
+    file = write_config(
+        {"train": str(data_dir / "train.jsonl")},
+        train={**train, "order": "image"},
+        cache={"dir": str(tmp_path / "features")},
+    )
+    config = load_config(file)
+    _run("cache", "--config", str(file), "--split", "train")
+    curves, tokens = {}, {}
+    for share in (True, False):
+        output = config.output_dir.with_name(f"shared-{share}")
+        _run(
+            "train",
+            "--config",
+            str(file),
+            "--from-cache",
+            "-s",
+            f"train.share_prefixes={share}",
+            "-s",
+            f"output_dir={output}",
+        )
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        curves[share] = [line["loss"] for line in lines if "samples_per_second" in line]
+        steps = _steps(config.model_copy(update={"train": config.train.model_copy(update={"share_prefixes": share})}))
+        tokens[share] = sum(pack.input_ids.shape[1] for pack in steps[0, 0].packs)
+    assert tokens[True] < 0.8 * tokens[False]  # there is something to share
+    assert len(curves[True]) == STEPS
+    assert curves[True][-1] < 0.8 * curves[True][0]
+    assert curves[True] == pytest.approx(curves[False], rel=1e-5)
+
+
+def _steps(config: PipelineConfig) -> StepDataset:
+    inputs = Inputs.open(job_of(config))
+    return inputs.steps(
+        inputs.samples.training("train", inputs.known("train", Silent()), Silent()), config.train, shuffle=True
+    )
+
+
 def test_steps_do_not_depend_on_how_they_are_split(data_dir: Path, make_config: Callable[..., PipelineConfig]) -> None:
     """The same rows are in a step whatever the pack size or the number of processes."""
     from cache.build import CacheBuilder
-    from cache.progress import Silent
 
     config = make_config({"train": str(data_dir / "train.jsonl")}, train={"effective_batch_size": 7})
     CacheBuilder(config.model, config.data, config.cache, config.cache_dir).run("train", Silent())

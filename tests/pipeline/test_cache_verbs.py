@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,37 @@ def test_prune_deletes_only_with_yes(run: Callable[..., Any], cached: Path, tmp_
     assert run("prune", "--config", cached, "--fingerprint", name, "--yes").code == 0
     assert not list((tmp_path / "run" / "features").iterdir())
     run("verify", "--config", cached).check_refusal(4, "there is no cache here")
+
+
+@pytest.mark.parametrize(
+    ("shard_format", "dtype", "suffix"),
+    [("webdataset", "int8", "tar"), ("hdf5", "float8_e4m3", "h5"), ("hdf5", None, "h5")],
+)
+def test_a_repacked_cache_is_trained_from(
+    run: Callable[..., Any], cached: Path, tmp_path: Path, shard_format: str, dtype: str | None, suffix: str
+) -> None:
+    source, copy = features(tmp_path), tmp_path / "copy"
+    options = ["--format", shard_format, "--shard-size", 1, *(["--dtype", dtype] if dtype else [])]
+    done = run("repack", "--config", cached, *options, "--output", copy)
+    assert done.code == 0, done.err
+    (folder,) = copy.iterdir()
+    assert f"cache {folder}" in done.out
+    shards = Counter(file.suffix for file in (folder / "shards").iterdir())
+    assert shards == {f".{suffix}": 3, ".json": 3}, "of one byte or more each: an entry a shard"
+    shutil.rmtree(source.parent)
+    settings = [f"cache.dir={copy}", f"cache.format={shard_format}", f"output_dir={tmp_path / 'other'}"]
+    settings += [f"cache.storage_dtype={dtype}"] if dtype else []
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    verified = run("verify", "--config", cached, *chosen)
+    assert verified.code == 0, verified.err
+    assert "sound: 3 shards, 3 entries" in verified.out
+    trained = run("train", "--config", cached, "--from-cache", *chosen, "--set", "train.max_steps=2")
+    assert trained.code == 0, trained.err
+    lines = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert (tmp_path / "other" / "adapter" / "adapter_model.safetensors").is_file()
+    if dtype:
+        run("repack", "--config", cached, *chosen, "--dtype", "same").check_refusal(2, "what was lost does not come")
 
 
 def test_a_signal_that_is_handed_on_as_well_is_one_request() -> None:

@@ -17,6 +17,8 @@ from pipeline.config import load_config
 # A change here is a change of what users' scripts rely on: it belongs into the change log.
 VERBS = """\
 cache: --config -c --split --set -s --dry-run --num-parts --part --gpus --repair
+cancel: --config -c --set -s
+check: --config -c --split --set -s
 compare: --config -c --split --set -s
 demo: --output
 eval: --config -c --split --adapter --base --live --experiment --stage --set -s
@@ -26,6 +28,8 @@ plan: --config -c --split --images-per-second --samples-per-second --json --set 
 predict: --prompt --image --config -c --model --adapter --base --system --experiment --stage --set -s
 prune: --config -c --fingerprint --leftovers --yes --dry-run --set -s
 repack: --config -c --format --shard-size --dtype --output --set -s
+status: --config -c --set -s
+submit: --config -c --dry-run --set -s
 train: --config -c --from-cache --experiment --stage --set -s --dry-run
 verify: --config -c --split --against-live --images --records --adapter --set -s
 """

@@ -136,6 +136,18 @@ def test_an_evaluation_of_another_adapter_does_not_count(finished: tuple[Experim
     assert row.missing == ("val is not evaluated: the evaluation there is of another adapter, or with other settings",)
 
 
+def test_a_score_that_only_others_have_is_said(settings: PipelineConfig, tmp_path: Path) -> None:
+    plain, two = experiments_of(settings)
+    for stage in (plain.stages[0], *two.stages):
+        _train(stage, [1.0])
+    _evaluate(plain.stages[0], loss=2.5, loss_observe=1.0)
+    _evaluate(two.stages[1], loss=1.5)
+
+    said = write_comparison(tmp_path, (plain, two), ["val"])
+
+    assert said.split("Missing:\n\n")[1].splitlines()[0] == "- two: its evaluation has no val loss_observe"
+
+
 def test_a_number_that_is_none_is_missing(finished: tuple[Experiment, ...]) -> None:
     file = finished[0].stages[0].settings.output_dir / "metrics.jsonl"
     file.write_text(file.read_text().replace('"loss": 2.0', '"loss": NaN'))

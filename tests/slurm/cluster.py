@@ -74,7 +74,7 @@ class Cluster:
         self.until(lambda: self._states() == {"idle"}, "the nodes are up", 30)
 
     def start_node(self, node: str) -> None:
-        """Start a node's daemon (again)."""
+        """Start a node's daemon (again); the node then counts as up, whatever it was set to before."""
         self._run("slurmd", "-N", node)
 
     def kill_node(self, node: str) -> None:
@@ -118,7 +118,7 @@ class Cluster:
         assert found, field
         return found[1]
 
-    def wait(self, jobs: Sequence[str], seconds: float = 120) -> dict[str, str]:
+    def wait(self, jobs: Sequence[str], seconds: float = 200) -> dict[str, str]:
         """Until all jobs have ended; the state of each."""
         states: dict[str, str] = {}
 
@@ -130,7 +130,7 @@ class Cluster:
         return states
 
     def until(
-        self, ready: Callable[[], bool], what: str, seconds: float = 60, now: Callable[[], str] = lambda: ""
+        self, ready: Callable[[], bool], what: str, seconds: float = 120, now: Callable[[], str] = lambda: ""
     ) -> None:
         """Poll until `ready`."""
         deadline = time.monotonic() + seconds

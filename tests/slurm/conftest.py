@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pipeline.exit import StopRequest, exit_code_of, stop_request
 from tests.slurm.cluster import Cluster, missing_programs
 
 BIN = Path(sys.executable).parent
+CAN_INSTALL = os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,18 @@ class Result:
     err: str
 
 
-@pytest.fixture(scope="session")
-def _running_cluster() -> Iterator[Cluster]:
-    missing = missing_programs()
+def require(missing: Sequence[str], *, ci: bool, can_install: bool) -> None:
+    """Without SLURM: fail where it has to be or could be there, else skip, which tests/conftest.py makes loud."""
     if missing:
         message = (
             f"SLURM is not installed ({', '.join(missing)} missing): `make slurm` installs it from Debian's packages"
         )
-        if os.environ.get("CI") or (os.geteuid() == 0 and shutil.which("apt-get")):
-            pytest.fail(message)
-        pytest.skip(message)
+        (pytest.fail if ci or can_install else pytest.skip)(message)
+
+
+@pytest.fixture(scope="session")
+def _running_cluster() -> Iterator[Cluster]:
+    require(missing_programs(), ci=bool(os.environ.get("CI")), can_install=CAN_INSTALL)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's own folders have names too long for munge's socket
     cluster = Cluster(folder)
     try:

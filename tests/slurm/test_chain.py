@@ -12,7 +12,7 @@ import pytest
 from .cluster import Cluster
 from .conftest import jobs_of
 
-HOSTILE = 'it\'s a "run" $(touch pwned) `touch pwned` & #1; 100%j'
+HOSTILE = 'it\'s a "run" $(touch pwned) `touch pwned` & #1; 100%j ö'
 
 
 def test_a_chain_stops_at_a_failing_part_and_a_resubmit_finishes_it(
@@ -70,6 +70,8 @@ def test_a_chain_stops_at_a_failing_part_and_a_resubmit_finishes_it(
 
     assert {"exact_match"} <= set(json.loads((folder / "run/eval-val/metrics.json").read_text()))
     assert verb("submit", "--config", config).out == "nothing to do: everything is finished\n"
-    assert "step 4 of 4" in verb("status", "--config", config).out
+    finished = verb("status", "--config", config).out
+    assert "step 4 of 4" in finished
+    assert "FAILED" not in finished  # the part that was done again
     assert verb("cancel", "--config", config).out.startswith("nothing to cancel")
     assert list(tmp_path.rglob("pwned")) == []

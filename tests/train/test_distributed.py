@@ -142,7 +142,7 @@ def test_a_divided_base_learns_what_a_whole_one_learns(case: Case) -> None:
     stopped = case.run("divided", 2, *settings, stop=Stop(rank=0, lines=7))
     assert stopped.codes == [138, 130], stopped.said
     _assert_same_curve(case.go_on(stopped, 2, *settings), case.alone)
-    _assert_same_curve(case.go_on(stopped, 1), case.alone)
+    _assert_same_curve(case.go_on(stopped, 1), case.alone)  # whole again
 
 
 def test_torchrun_starts_and_ends_cleanly(case: Case) -> None:

@@ -28,8 +28,10 @@ SETTINGS = {"effective_batch_size": 5, "max_steps": 2, "learning_rate": 3e-3}
 LORA = LoraConfig(r=4)
 
 
-def _base(tiny: Path, precision: str = "fp32") -> Any:
-    config = TrainConfig(precision=precision, device="cpu")  # type: ignore[arg-type]
+def _base(tiny: Path, kind: str = "fp32") -> Any:
+    """The frozen base in fp32 or bf16, or in NF4."""
+    precision, quantization = ("bf16", "nf4") if kind == "nf4" else (kind, "none")
+    config = TrainConfig(precision=precision, quantization=quantization, device="cpu")  # type: ignore[arg-type]
     return load_language_model(ModelConfig(name_or_path=str(tiny)), config, CPU)
 
 
@@ -70,10 +72,10 @@ def _logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Ten
     return logits.detach(), gradients
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logits_and_first_gradients_are_those_of_pefts_own_loading(tiny: Path, adapter: Path, precision: str) -> None:
-    ours = continue_lora(_base(tiny, precision), LORA, adapter, seed=1)
-    theirs = PeftModel.from_pretrained(_base(tiny, precision), str(adapter), is_trainable=True)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4"])
+def test_logits_and_first_gradients_are_those_of_pefts_own_loading(tiny: Path, adapter: Path, kind: str) -> None:
+    ours = continue_lora(_base(tiny, kind), LORA, adapter, seed=1)
+    theirs = PeftModel.from_pretrained(_base(tiny, kind), str(adapter), is_trainable=True)
 
     logits, gradients = _logits_and_gradients(ours)
     expected_logits, expected = _logits_and_gradients(theirs)
@@ -85,11 +87,9 @@ def test_logits_and_first_gradients_are_those_of_pefts_own_loading(tiny: Path, a
     assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_weights_are_taken_exactly_and_kept_in_fp32(
-    tiny: Path, adapter: Path, tmp_path: Path, precision: str
-) -> None:
-    model = continue_lora(_base(tiny, precision), LORA, adapter, seed=1)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4"])
+def test_the_weights_are_taken_exactly_and_kept_in_fp32(tiny: Path, adapter: Path, tmp_path: Path, kind: str) -> None:
+    model = continue_lora(_base(tiny, kind), LORA, adapter, seed=1)
 
     model.save_pretrained(str(tmp_path / "again"))
     first, again = (load_file(f / "adapter_model.safetensors") for f in (adapter, tmp_path / "again"))

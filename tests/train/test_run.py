@@ -37,6 +37,18 @@ def test_interrupted_three_times_is_bit_identical(run_cached: Callable[..., Run]
     assert _same(parts, whole)
 
 
+def test_dropout_goes_on_exactly_without_a_generators_state(run_cached: Callable[..., Run], tmp_path: Path) -> None:
+    settings = {**SETTINGS, "num_train_epochs": 1, "lora": {"r": 4, "lora_dropout": 0.3}}
+    whole = run_cached("whole", **settings)
+    with pytest.raises(StoppedError, match="stopped after step 3"):
+        run_cached("parts", stop_at=3, **settings)
+    (tmp_path / "parts" / "checkpoint-3" / "rng_state.pth").unlink()  # as after going on in other processes
+    parts = run_cached("parts", **settings)
+    assert parts.losses() == whole.losses()
+    assert _same(parts, whole)
+    assert run_cached("none", **{**settings, "lora": {"r": 4}}).losses() != whole.losses()
+
+
 def test_resume_forgets_half_written_checkpoints_and_lines(run_cached: Callable[..., Run], tmp_path: Path) -> None:
     whole = run_cached("whole", **SETTINGS, save_steps=4)
     crashed = tmp_path / "crashed"

@@ -1,0 +1,149 @@
+"""The tower, the copy back and the writing overlap, and what is between them is bounded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.copy_back import BATCHES_AHEAD
+from cache.features import StoredFeatures, VisionFeatures
+from cache.formats import FORMATS, SafetensorsFormat
+from cache.progress import Silent
+from cache.vision_tower import VisionTower
+from cache.writer import CacheWriter
+from pipeline.config import PipelineConfig
+
+from .conftest import assert_same, builder_of, committed_keys, draw_images, random_features, write_rows
+
+MakeConfig = Callable[..., PipelineConfig]
+
+
+class Gate:
+    """Keeps the writing thread from writing entries, and counts what it has written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.written = 0
+        create = SafetensorsFormat.create
+
+        def gated(form: SafetensorsFormat, path: Path, num_entries: int) -> Any:
+            shard = create(form, path, num_entries)
+            append = shard.append
+
+            def wait(key: str, features: StoredFeatures) -> None:
+                assert self.open.wait(60)
+                append(key, features)
+                self.written += 1
+
+            shard.append = wait  # type: ignore[method-assign]
+            return shard
+
+        monkeypatch.setattr(SafetensorsFormat, "create", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_the_tower_goes_on_while_nothing_can_be_written_but_not_for_ever(
+    gate: Gate, tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes in flight are those of encoded images that are not in a file yet: bounded whatever the dataset."""
+    encode = VisionTower.encode
+    ahead: list[int] = []
+    in_flight: list[int] = []
+    sizes: list[int] = []
+
+    def counted(self: VisionTower, pixels: Any, grids: Any) -> list[VisionFeatures]:
+        found = encode(self, pixels, grids)
+        sizes.extend(one.num_bytes for one in found)
+        ahead.append(len(sizes) - gate.written)
+        in_flight.append(sum(sizes[gate.written :]))
+        return found
+
+    monkeypatch.setattr(VisionTower, "encode", counted)
+    rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 60))
+    shard_size = 300_000
+    builder = builder_of(make_config({"train": str(rows)}, cache={"shard_size": shard_size}))
+
+    def open_late() -> None:
+        deadline, before = time.monotonic() + 60, -1
+        while before != len(sizes) or not sizes:  # until the tower comes to a halt
+            before = len(sizes)
+            time.sleep(1)
+            assert time.monotonic() < deadline
+        gate.open.set()
+
+    opener = threading.Thread(target=open_late)
+    opener.start()
+    builder.run("train", Silent())
+    opener.join()
+    assert len(committed_keys(builder.folder)) == 60
+    largest = max(sizes)
+    assert max(ahead) > BATCHES_AHEAD + 1, "nothing overlaps"
+    assert max(in_flight) <= shard_size // 4 + (BATCHES_AHEAD + 2) * largest
+    assert max(in_flight) < sum(sizes) / 2, "the test shows nothing if all fits"
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_a_shard_is_filled_while_the_one_before_is_committed(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is committed at a time; a third does not begin to count while the first is not done."""
+    hold, committing = threading.Event(), []
+    commit = CacheWriter._commit
+
+    def slow(self: CacheWriter, shard: Any) -> None:
+        committing.append(shard)
+        assert hold.wait(60)
+        commit(self, shard)
+
+    monkeypatch.setattr(CacheWriter, "_commit", slow)
+    (tmp_path / "shards").mkdir()
+    features = [random_features(n) for n in range(3)]
+    size = features[0].num_bytes
+    done = threading.Event()
+
+    def write() -> None:
+        with CacheWriter(tmp_path, FORMATS[form], shard_size=size, num_entries=3) as writer:
+            for number, one in enumerate(features):
+                writer.add(f"{number:064x}", one)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "shards").iterdir())) < 2:  # the second's file is there
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(committing) == 1
+    assert not done.is_set()
+    assert committed_keys(tmp_path) == []
+    hold.set()
+    thread.join()
+    assert len(committing) == 3
+    assert len(committed_keys(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_shards_of_small_images_after_a_large_one(form: str, tmp_path: Path) -> None:
+    """The room for the header was measured by the large one; shards close early rather than overflow."""
+    (tmp_path / "shards").mkdir()
+    entries = {f"{n:064x}": random_features(n, tokens=2000 if n == 0 else 1) for n in range(60)}
+    with CacheWriter(tmp_path, FORMATS[form], shard_size=300_000, num_entries=60) as writer:
+        for key, features in entries.items():
+            writer.add(key, features)
+    assert committed_keys(tmp_path) == sorted(entries)
+    found = {}
+    for path in (tmp_path / "shards").glob(f"*{FORMATS[form].suffix}"):
+        reader = FORMATS[form].open(path)
+        found |= {key: reader.read(key) for key in reader.keys()}  # noqa: SIM118  (not a mapping)
+    for key, features in entries.items():
+        assert_same(found[key], features)

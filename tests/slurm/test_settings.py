@@ -1,0 +1,134 @@
+"""The `slurm:` section: times, sizes, options and lines that would not work are refused with the reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import slurm
+from cache.errors import ConfigError
+from pipeline.config import PipelineConfig, load_config
+from slurm.chain import check_setup
+from slurm.environment import OwnJob, without_job
+from slurm.errors import SlurmError
+from slurm.times import parse_time, slurm_time
+
+from .conftest import require
+
+
+def _load(folder: Path, slurm: str) -> PipelineConfig:
+    file = folder / "my.yaml"
+    file.write_text(f"model: m\ndata: {{splits: {{train: t.jsonl}}}}\noutput_dir: run\nslurm: {slurm}\n")
+    return load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("6h", 21600),
+        ("90m", 5400),
+        ("90min", 5400),
+        ("1d12h", 129600),
+        ("45s", 45),
+        ("08:00:00", 28800),
+        ("1-12:00:00", 129600),
+        ("2-00", 172800),
+    ],
+)
+def test_times(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+
+
+@given(st.integers(1, 10**7))
+def test_times_are_read_back(seconds: int) -> None:
+    assert parse_time(slurm_time(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "6", "h", "6 h", "0h", "00:00:00", "-1h", "1h\n", "12:00"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a time such as 6h"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "message"),
+    [
+        ("{partitoin: gpu}", "slurm.partitoin: there is no such setting; nearest: slurm.partition"),
+        ('{partition: "a\\nb"}', "slurm.partition: cannot stand in an #SBATCH line"),
+        ("{account: 'a\\b'}", "slurm.account: cannot stand in an #SBATCH line"),
+        ("{train: {time: 12:00:00}}", "slurm.train.time: must be a text; put it in quotes"),
+        ("{train: {time: tomorrow}}", "slurm.train.time: must be a time such as 6h, 90m"),
+        ("{mem: lots}", "slurm.mem: must be a size such as 64G"),
+        ("{setup: ['echo a\\']}", "slurm.setup: must be one whole line of bash"),
+        ('{setup: ["a\\nb"]}', "slurm.setup: must be one whole line of bash"),
+        ("{sbatch: [mail-type=END]}", "is no option of sbatch"),
+        ("{sbatch: [--output=x]}", "the chain sets --output itself"),
+        ("{sbatch: ['-d afterok:1']}", "the chain sets --dependency itself"),
+        ("{sbatch: [--depend=singleton]}", "the chain sets --depend itself"),
+        ('{sbatch: ["--comment=a\\n#SBATCH --array=0-9"]}', "slurm.sbatch: cannot stand in an #SBATCH line"),
+        ("{train: {time: 4m}}", "signal_seconds 300 is no shorter than train.time 4m"),
+        ("{cache: {num_parts: 0}}", "slurm.cache.num_parts: must be greater than 0"),
+        ("{experiments: job}", "slurm.experiments: must be 'jobs' or 'allocation'"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, slurm: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _load(tmp_path, slurm)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["echo 'a", 'echo "a', "cat <<EOF", "if true; then", "f() {", "echo $(", "}"])
+def test_a_setup_line_that_would_take_the_command_with_it_is_refused(line: str) -> None:
+    with pytest.raises(SlurmError, match="is not a whole line of bash"):
+        check_setup(["true", line])
+
+
+def test_setup_lines_that_people_write_are_taken() -> None:
+    check_setup(
+        [
+            "source /work/venv/bin/activate",
+            'export HF_HOME="$SCRATCH/hf"',
+            "if [ -e x ]; then . x; fi  # as it is",
+            'eval "$(conda shell.bash hook)"',
+        ]
+    )
+
+
+def test_one_file_alone_reads_what_slurm_tells_a_job() -> None:
+    root = Path(slurm.__file__).parent.parent
+    readers = [
+        str(file.relative_to(root))
+        for name in ("cache", "train", "pipeline", "slurm")
+        for file in (root / name).rglob("*.py")
+        if re.search(r"""(get|environ\w*)\W{1,3}SLURM""", file.read_text())
+    ]
+    assert readers == ["slurm/environment.py"]
+
+
+@pytest.mark.parametrize(("ci", "can_install"), [(True, False), (False, True), (True, True)])
+def test_without_slurm_the_tests_fail_where_it_could_be_there(ci: bool, can_install: bool) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"sbatch missing\): `make slurm` installs it"):
+        require(["sbatch"], ci=ci, can_install=can_install)
+
+
+def test_without_slurm_the_tests_are_skipped_elsewhere() -> None:
+    with pytest.raises(pytest.skip.Exception, match="SLURM is not installed"):
+        require(["sbatch"], ci=False, can_install=False)
+    require([], ci=True, can_install=True)
+
+
+def test_what_a_job_knows_of_itself() -> None:
+    assert OwnJob.of({}) is None
+    assert OwnJob.of({"SLURM_JOB_ID": "7"}) == OwnJob("7", 0)
+    task = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "3"}
+    assert OwnJob.of(task) == OwnJob("7_2", 3)
+
+
+def test_a_submission_from_within_a_job_takes_nothing_of_it_along() -> None:
+    inside = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "1", "SLURMD_NODENAME": "n", "SRUN_CPUS_PER_TASK": "2"}
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "me"}
+    assert without_job({**inside, **kept}) == kept

@@ -1,0 +1,71 @@
+"""A process's share of a step where the base is divided among the processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cache.records import ImageRef
+from train.chat import EncodedText
+from train.features import FeatureSource, PixelImage, StepImage
+from train.sample import Sample, SampleImage, make_sample
+from train.step import Step, StepDataset
+
+IMAGE_TOKEN, MERGE = 1, 2
+
+
+class _NoFeatures(FeatureSource):
+    def load(self, image: SampleImage) -> StepImage:
+        return PixelImage(torch.empty(0), torch.tensor(image.grid))
+
+
+def _samples(count: int) -> list[Sample]:
+    """Questions of very different lengths, four on each image."""
+    dice = np.random.default_rng(0)
+    samples = []
+    for number in range(count):
+        image = SampleImage(f"{number // 4}", (1, 4, 4), ImageRef(f"{number // 4}"))
+        words = dice.integers(5, 200, 3 + 40 * (number % 5))
+        ids = np.concatenate([[IMAGE_TOKEN], words]).astype(np.int32)
+        weights = np.concatenate([np.zeros(2), np.ones(len(ids) - 2)]).astype(np.float32)
+        samples.append(make_sample(EncodedText(ids, weights, ()), (image,), merge_size=MERGE, source="drawn"))
+    return samples
+
+
+def _shares(samples: list[Sample], number: int, budget: int, *, equal: bool) -> list[Step]:
+    def share(rank: int) -> Step:
+        dataset = StepDataset(
+            samples,
+            _NoFeatures(),
+            effective_batch_size=10,
+            tokens_per_pack=budget,
+            image_token_id=IMAGE_TOKEN,
+            merge_size=MERGE,
+            seed=1,
+            equal_packs=equal,
+            rank=rank,
+            world_size=4,
+        )
+        return dataset[0, number]
+
+    return [share(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("budget", [1, 100, 300, 10**6])
+def test_processes_go_through_the_layers_equally_often(budget: int) -> None:
+    samples = _samples(21)  # the last step holds one sample
+    for number in range(3):
+        equal, plain = (_shares(samples, number, budget, equal=equal) for equal in (True, False))
+        assert len({len(step.packs) for step in equal}) == 1
+        weights = [
+            sum(float(pack.target_weights.sum()) for step in steps for pack in step.packs) for steps in (equal, plain)
+        ]
+        assert weights[0] == weights[1] == equal[0].total_weight
+        assert all(pack.target_weights.numel() for step in equal for pack in step.packs)
+        for ours, theirs in zip(equal, plain, strict=True):  # company comes behind the work
+            for pack, wanted in zip(ours.packs, theirs.packs, strict=False):
+                assert torch.equal(pack.input_ids, wanted.input_ids) or not wanted.target_weights.any()
+                assert all(place < len(ours.images) for place in pack.images)
+    if budget == 1:
+        assert len({len(step.packs) for step in _shares(samples, 0, budget, equal=False)}) > 1
