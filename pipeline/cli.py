@@ -10,6 +10,7 @@ import typer
 from pipeline.commands import experiments, model, slurm, store
 from pipeline.exit import configure_logging, exit_code_of, stop_request
 from pipeline.requeue import requeue_if_asked, take_limit
+from pipeline.time_records import note_start
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +44,7 @@ def main() -> None:
     """The console script."""
     # Rows of ever new lengths fragment the GPU's memory otherwise. Read by torch when it is first imported.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    note_start()
     configure_logging()
     max_requeues = take_limit()
     if max_requeues is not None:

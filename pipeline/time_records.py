@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,7 @@ class TimeRecord:
         phases: name -> work; the first word of what the verb's progress bar says, and of training `tokens` (of the
             process with most) and `evaluating` (samples).
         written: seconds since 1970.
+        trials: of a training run that tried rows of several lengths: train.calibrate.Trial as JSON.
     """
 
     job: str
@@ -57,6 +59,7 @@ class TimeRecord:
     seconds: float
     phases: Mapping[str, Phase]
     written: float
+    trials: Sequence[Mapping[str, Any]] = ()
 
     @property
     def constant(self) -> float:
@@ -121,7 +124,7 @@ def _chunks(marks: Sequence[tuple[float, float]]) -> list[Sequence[tuple[float, 
     """At most so many stretches of about equal length: a single step or image says little about hours of them."""
     count = min(_CHUNKS, len(marks))
     cuts = [len(marks) * place // count for place in range(count + 1)]
-    return [marks[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [marks[start:stop] for start, stop in pairwise(cuts)]
 
 
 class JobClock:
@@ -135,12 +138,22 @@ class JobClock:
         name: of the record's file.
         record: with the fields that are known; the others are filled in.
         needs: a phase without which an earlier record is kept.
+        more: other phases, asked for at the end.
     """
 
-    def __init__(self, progress: Progress, folder: Path, name: str, record: TimeRecord, needs: str = "") -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        folder: Path,
+        name: str,
+        record: TimeRecord,
+        *,
+        needs: str = "",
+        more: Callable[[], Mapping[str, Phase]] = dict,
+    ) -> None:
         self._progress = progress
         self._file = folder / TIMES / f"{name}.json"
-        self._record, self._needs = record, needs
+        self._record, self._needs, self._more = record, needs, more
         self._began = _Start.moment if _Start.moment is not None else time.monotonic()
         self._marks: dict[str, list[list[tuple[float, float]]]] = {}
         self._open: list[tuple[float, float]] | None = None
@@ -158,7 +171,7 @@ class JobClock:
     def start(self, what: str, total: int, unit: str) -> None:
         """See cache.progress.Progress."""
         self._open = []
-        self._marks.setdefault(what.split()[0], []).append(self._open)
+        self._marks.setdefault(what.split(maxsplit=1)[0], []).append(self._open)
         self._progress.start(what, total, unit)
         self._last = time.monotonic()
 
@@ -185,7 +198,7 @@ class JobClock:
         return found
 
     def _write(self) -> None:
-        phases = self._phases()
+        phases = {**self._phases(), **self._more()}
         if self._needs and self._needs not in phases and self._file.exists():
             return
         record = replace(self._record, phases=phases, seconds=time.monotonic() - self._began, written=time.time())

@@ -24,7 +24,8 @@ def pack_logits(model: Any, pack: Pack, features: Sequence[VisionFeatures]) -> t
     Returns:
         (T, V) in the model's dtype.
     """
-    output = model(**_inputs(pack, features), logits_to_keep=pack.target_positions)
+    images = mm_encoder_outputs([features[place] for place in pack.images])
+    output = model(**_inputs(pack), mm_encoder_outputs=images, logits_to_keep=pack.target_positions)
     logits: torch.Tensor = output.logits[0]
     return logits
 
@@ -44,15 +45,21 @@ def pack_loss(
         losses: (T,) float32, filled with each target's own loss, without weight and scale.
     """
     targets = Targets(pack.target_positions, pack.target_ids, pack.target_weights * scale, losses)
-    loss: torch.Tensor = model(**_inputs(pack, features), targets=targets)
+    images = [features[place] for place in pack.images]
+    loss: torch.Tensor = model(
+        **_inputs(pack),
+        image_positions=pack.image_positions,
+        embeds=[image.image_embeds for image in images],
+        levels=list(zip(*(image.deepstack_features for image in images), strict=True)),
+        targets=targets,
+    )
     return loss
 
 
-def _inputs(pack: Pack, features: Sequence[VisionFeatures]) -> dict[str, Any]:
+def _inputs(pack: Pack) -> dict[str, Any]:
     return {
         "input_ids": pack.input_ids,
         "position_ids": pack.position_ids,
         "attention_mask": pack.attention_mask(),
-        "mm_encoder_outputs": mm_encoder_outputs([features[place] for place in pack.images]),
         "use_cache": False,
     }

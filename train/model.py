@@ -17,6 +17,7 @@ from train.attention import register
 from train.config import TrainConfig
 from train.fp8 import require_fp8, to_fp8
 from train.head import Targets, weighted_loss
+from train.image_positions import at_positions, hidden_states
 from train.sharding import PLAN, gather_in_forward, is_sharded, loading_arguments
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -85,6 +86,7 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
         def __init__(self, hf_config: Any) -> None:
             super().__init__(hf_config)
             self.model.visual = None
+            self.model.language_model.__class__ = at_positions(type(self.model.language_model))
             if is_sharded(config):
                 self.fsdp_plan = PLAN
 
@@ -93,8 +95,8 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
             """The stock forward; given targets, their loss instead of logits, which may not fit the memory."""
             if targets is None:
                 return super().forward(*args, **kwargs)
-            hidden = self.model(*args, **kwargs).last_hidden_state[0, targets.positions]
-            return weighted_loss(self.lm_head, hidden, targets)
+            hidden = hidden_states(self.model.language_model, *args, **kwargs)
+            return weighted_loss(self.lm_head, hidden[0].index_select(0, targets.positions), targets)
 
     # What is saved later names its class, and that must be one that others have.
     WithoutTower.__name__ = stock.__name__

@@ -29,6 +29,7 @@ class Pack:
             with different targets.
         target_ids: (T,) int64, the token that each of them must predict.
         target_weights: (T,) float32.
+        image_positions: (M,) int64, row positions of the images' placeholders.
         images: for each image of the row, in order, its place in the step's list of distinct images.
         is_causal: the whole row is one chain, so a plain causal mask does.
         blocks: the block mask's layout; present where rows are made for flex_attention.
@@ -42,6 +43,7 @@ class Pack:
     target_positions: torch.Tensor
     target_ids: torch.Tensor
     target_weights: torch.Tensor
+    image_positions: torch.Tensor
     images: tuple[int, ...]
     is_causal: bool
     blocks: BlockLayout | None = None
@@ -194,13 +196,15 @@ class _Row:
         """The row as tensors."""
         until = np.concatenate(self._until)
         running = np.arange(self._length)[None]
+        ids = np.concatenate(self._ids)
         return Pack(
-            input_ids=torch.from_numpy(np.concatenate(self._ids))[None],
+            input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.from_numpy(np.concatenate([running, np.concatenate(self._positions, axis=1)]))[:, None],
             visible_until=torch.from_numpy(until),
             target_positions=torch.from_numpy(np.concatenate(self._target_positions)),
             target_ids=torch.from_numpy(np.concatenate(self._target_ids)),
             target_weights=torch.from_numpy(np.concatenate(self._target_weights)),
+            image_positions=torch.from_numpy(np.flatnonzero(ids == self._image_token_id)),
             images=tuple(self._images),
             is_causal=is_causal,
             blocks=BlockLayout.of(until) if blocks else None,

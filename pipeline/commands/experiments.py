@@ -53,8 +53,12 @@ def experiments(
 
 def compare(config: ConfigOption, split: ManySplits = None, overrides: SetOption = None) -> None:
     """A table of all experiments' metrics: comparison.md, comparison.csv and a picture in output_dir."""
+    from cache.progress import Silent
     from pipeline.comparison import write_comparison
     from pipeline.experiments import experiments_of
+    from pipeline.time_measured import new_record
+    from pipeline.time_records import JobClock
 
     settings = load(config, overrides)
-    print(write_comparison(settings.output_dir, experiments_of(settings), split or ["val"]))
+    with JobClock(Silent(), settings.output_dir, "compare", new_record("compare", settings)):
+        print(write_comparison(settings.output_dir, experiments_of(settings), split or ["val"]))

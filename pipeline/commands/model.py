@@ -35,6 +35,7 @@ def train(
     """Train a LoRA adapter. Goes on from the last checkpoint when the run folder has one."""
     from pipeline.config import dump_config
     from pipeline.progress import Bar
+    from pipeline.time_measured import training_clock
     from train.job import is_finished
     from train.run import describe, run_training
 
@@ -47,7 +48,8 @@ def train(
         if is_finished(job):
             print(f"already finished: {job.output_dir / 'adapter'}")
             return
-        adapter = run_training(job, progress, stop_request.install(), resolved_config=dump_config(settings))
+        with training_clock(progress, settings) as clock:
+            adapter = run_training(job, clock, stop_request.install(), resolved_config=dump_config(settings))
     if adapter is not None:
         print(f"adapter saved in {adapter}")
 
@@ -65,6 +67,8 @@ def evaluate(
     """Loss and generated answers on a split, from the cache. Writes predictions.jsonl and metrics.json."""
     from pipeline.evaluations import PREDICTIONS_FILE, evaluation_folder, made_from, write_evaluation
     from pipeline.progress import Bar
+    from pipeline.time_measured import new_record
+    from pipeline.time_records import JobClock
     from train.evaluate_split import run_evaluation
 
     settings = load_stage(config, overrides, experiment, stage, last=True)
@@ -72,7 +76,9 @@ def evaluate(
     where = None if base else adapter or settings.output_dir / "adapter"
     origin = made_from(settings, split, where)
     with Bar() as progress:
-        result = run_evaluation(job, split, where, progress)
+        record = new_record("eval", settings)
+        with JobClock(progress, settings.output_dir, f"eval-{split}{'-base' if base else ''}", record) as clock:
+            result = run_evaluation(job, split, where, clock)
     folder = evaluation_folder(settings, split, base=base)
     write_evaluation(folder, result, origin)
     for name, value in result.scores.items():

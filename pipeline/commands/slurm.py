@@ -51,6 +51,11 @@ def check(
     overrides: SetOption = None,
 ) -> None:
     """Whether the cache is complete; if not, ends with exit code 4 and names the parts to run again."""
+    from cache.progress import Silent
     from pipeline.chain_state import check_cache
+    from pipeline.time_measured import new_record
+    from pipeline.time_records import JobClock
 
-    print(check_cache(load(config, overrides), split or []))
+    settings = load(config, overrides)
+    with JobClock(Silent(), settings.output_dir, "check", new_record("check", settings)):
+        print(check_cache(settings, split or []))

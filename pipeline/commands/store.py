@@ -21,15 +21,49 @@ def plan(
     samples_per_second: Annotated[
         float | None, typer.Option(min=1e-9, help="Rate of training from the cache. Default: as measured.")
     ] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="6h|config",
+            help="Instead: the time of every job of the chain and of the whole, from what was measured, against this "
+            "limit; `config`: against the limits in slurm.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First measure here: cache, train and evaluate a few samples.")
+    ] = False,
+    calibration_steps: Annotated[
+        int, typer.Option(min=4, help="With --calibrate: steps of training; more are more exact.")
+    ] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     overrides: SetOption = None,
 ) -> None:
-    """What caching would cost and bring, from image headers alone: no image is decoded, no weight is read."""
+    """What caching would cost and bring, from image headers alone: no image is decoded, no weight is read.
+
+    With --time-limit or --calibrate: how long every job will take (docs/time-limits.md).
+    """
+    from cache.errors import ConfigError
     from cache.rates import find_rates
     from cache.survey import survey_splits
     from pipeline.progress import Bar
 
     settings = load(config, overrides)
+    if time_limit is not None or calibrate:
+        from pipeline.time_report import time_report
+
+        if split or images_per_second or samples_per_second:
+            raise ConfigError(
+                "--split, --images-per-second and --samples-per-second do not go with --time-limit and --calibrate, "
+                "which take the whole chain and what was measured",
+                do="leave them out",
+            )
+        steps = calibration_steps if calibrate else None
+        with Bar() as progress:
+            text = time_report(
+                settings, progress, stop_request.install(), limit=time_limit, steps=steps, as_json=as_json
+            )
+        print(text)
+        return
     rates = find_rates(settings.output_dir, images_per_second=images_per_second, samples_per_second=samples_per_second)
     with Bar() as progress:
         survey = survey_splits(
@@ -61,6 +95,8 @@ def cache(
     from cache.parts import Part
     from pipeline import cache_verbs
     from pipeline.progress import Bar
+    from pipeline.time_measured import new_record
+    from pipeline.time_records import JobClock
 
     settings = load(config, overrides)
     mine = Part(part, num_parts) if num_parts > 1 or part else None
@@ -76,7 +112,9 @@ def cache(
             return
         if repair:
             print(cache_verbs.repair(builder, settings, progress))
-        summary = builder.run(split, progress, stop_request.install(), mine)
+        name = f"cache-{split}{f'.{mine.name}' if mine else ''}"
+        with JobClock(progress, settings.output_dir, name, new_record("cache", settings), needs="encoding") as clock:
+            summary = builder.run(split, clock, stop_request.install(), mine)
     print(cache_verbs.report(settings, summary, mine))
 
 

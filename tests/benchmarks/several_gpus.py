@@ -3,7 +3,7 @@
     python -m tests.benchmarks.several_gpus --work /path/on/a/fast/disk --out table.md --gpus 1 2 4 [--fsdp 2]
 
 Qwen3-VL-8B's shapes with random weights, 9 questions an image, 144 samples over 16 images in every step, whatever the
-number of GPUs: the whole loop, started by torchrun as a user does, median of the last 8 steps. --fsdp adds runs with
+number of GPUs: the whole loop, started by torchrun as a user does, median of the last 6 steps. --fsdp adds runs with
 train.fsdp: full_shard on so many GPUs.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
     runs = [(count, "none") for count in arguments.gpus] + [(count, "full_shard") for count in arguments.fsdp]
     for count, fsdp in runs:
         steps = metrics(config, arguments.work / f"run-{count}-{fsdp}", count, fsdp, arguments.steps)
-        rate, wait = (statistics.median(s[k] for s in steps[-8:]) for k in ("samples_per_second", "data_wait_share"))
+        rate, wait = (statistics.median(s[k] for s in steps[-6:]) for k in ("samples_per_second", "data_wait_share"))
         alone = alone or rate / count
         losses = " ".join(f"{step['loss']:.4f}" for step in steps[:6])
         name = f"{count}{'' if fsdp == 'none' else ', FSDP'}"

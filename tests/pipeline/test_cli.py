@@ -24,7 +24,7 @@ demo: --output
 eval: --config -c --split --adapter --base --live --experiment --stage --set -s
 experiments: --config -c --gpus --experiment --split --set -s --dry-run
 merge: --config -c --output --adapter --push-to-hub --experiment --stage --set -s
-plan: --config -c --split --images-per-second --samples-per-second --json --set -s
+plan: --config -c --split --images-per-second --samples-per-second --time-limit --calibrate --calibration-steps --json --set -s
 predict: --prompt --image --config -c --model --adapter --base --system --experiment --stage --set -s
 prune: --config -c --fingerprint --leftovers --yes --dry-run --set -s
 repack: --config -c --format --shard-size --dtype --output --set -s

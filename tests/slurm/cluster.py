@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 NODES, CPUS, MEMORY_MB, GPUS = 2, 8, 16000, 4
@@ -97,8 +98,12 @@ class Cluster:
                 self._kill(pid)
         self._end(self._pid(None))
         if self._mark in _HOSTS.read_text():
-            kept = [line for line in _HOSTS.read_text().splitlines(keepends=True) if self._mark not in line]
-            _HOSTS.write_text("".join(kept))  # in place: it may be mounted
+            with _HOSTS.open("r+") as file:  # in place: it may be mounted
+                flock(file, LOCK_EX)
+                kept = [line for line in file if self._mark not in line]
+                file.seek(0)
+                file.writelines(kept)
+                file.truncate()
 
     def client(self, *command: str) -> str:
         """Run a client command and return its output."""
@@ -193,6 +198,7 @@ class Cluster:
         """Rendezvous goes by the names of nodes."""
         if os.access(_HOSTS, os.W_OK):
             with _HOSTS.open("a") as file:
+                flock(file, LOCK_EX)
                 file.writelines(f"127.0.0.1 {node} {self._mark}\n" for node in self.nodes)
 
     def _write_configuration(self, ports: Sequence[int]) -> None:

@@ -51,7 +51,13 @@ def test_after_three_interruptions_the_adapter_is_bit_identical(
     job = _submit_training(verb, config)
 
     def trains_on(after: int) -> None:
-        cluster.until(lambda: max(steps_of(run), default=0) >= after + 25, f"training is past step {after + 25}")
+        wanted = after + 25
+        cluster.until(
+            lambda: max(steps_of(run), default=0) >= wanted,
+            f"training is past step {wanted}",
+            120,
+            lambda: _log(run, job),
+        )
 
     # The signal that comes ahead of the time limit.
     trains_on(0)
@@ -81,9 +87,13 @@ def test_after_three_interruptions_the_adapter_is_bit_identical(
     assert steps_of(run) == list(range(1, STEPS + 1))
     adapter = "adapter/adapter_model.safetensors"
     assert (run / adapter).read_bytes() == (whole / adapter).read_bytes()
-    log = (run / "slurm" / "logs" / f"train.{job}.log").read_text()
+    log = _log(run, job)
     assert f"job {job} goes back into the queue, for the 1. time of at most 20" in log
     assert log.count("going on from") == 3
+
+
+def _log(run: Path, job: str) -> str:
+    return (run / "slurm" / "logs" / f"train.{job}.log").read_text()
 
 
 def test_caching_commits_its_shard_and_goes_on(
@@ -140,12 +150,17 @@ def test_a_job_goes_back_into_the_queue_so_often_at_most(cluster: Cluster, tmp_p
 def test_the_time_limit_itself_sends_the_signal(
     cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
 ) -> None:
-    train = {"max_steps": 3000, "save_steps": 10000}
+    train = {"max_steps": 10**6, "save_steps": 10**6}
     slurm = {"signal_seconds": 30, "train": {"time": "2m"}}
     config = job_config(cache={"dir": str(features)}, train=train, slurm=slurm)
-    job = _submit_training(verb, config)
+    job, run = _submit_training(verb, config), tmp_path / "run"
 
-    cluster.until(lambda: int(cluster.show(job, "Restarts")) >= 1, "the limit is near", 200)
+    cluster.until(lambda: len(steps_of(run)) > 50, "training runs", 60, lambda: _log(run, job))
     assert "it will go back into the queue then and go on" in verb("status", "--config", config).out
-    assert cluster.wait([job], 400) == {job: "COMPLETED"}
-    assert steps_of(tmp_path / "run") == list(range(1, 3001))
+    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "the limit is near", 200, lambda: _log(run, job))
+    kept = max(steps_of(run))
+    assert (run / f"checkpoint-{kept}").is_dir()
+    cluster.until(lambda: max(steps_of(run)) > kept + 20, "it goes on", 120, lambda: _log(run, job))
+    assert verb("cancel", "--config", config).out.startswith("cancelled train ")
+    assert cluster.wait([job]) == {job: "CANCELLED"}  # for good, though it is told to stop as well
+    assert cluster.show(job, "Restarts") == "1"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain_record import Chain, ChainFolder, SubmittedJob
 from slurm.client import SlurmClient
 from slurm.errors import SlurmError
 
@@ -148,3 +149,30 @@ def test_a_damaged_record(verb: Callable[..., Any], job_config: Callable[..., Pa
 
     assert refused.code == 2
     assert "jobs.json: is damaged" in refused.err
+
+
+def test_jobs_that_slurm_has_forgotten_are_no_hindrance(
+    cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
+) -> None:
+    config = job_config(cache={"dir": str(features)}, slurm={"sbatch": ["--hold"]})
+    forgotten = SubmittedJob(name="train", id="987654", tasks=None, log="train.%j.log", folder=".", time_limit=60)
+    folder = ChainFolder(tmp_path / "run")
+    with folder.submitting():
+        folder.save(Chain(workdir=str(tmp_path), cache=str(features), num_parts=2, jobs=(forgotten,)))
+
+    status = verb("status", "--config", config)
+    assert "train                      987654  SLURM does not know it any more" in status.out
+    submitted = verb("submit", "--config", config)
+    assert submitted.code == 0, submitted.err
+    assert jobs_of(config)["train"] != "987654"
+    assert cluster.state(jobs_of(config)["train"]) == "PENDING"
+
+
+def test_two_submissions_at_once(
+    verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
+) -> None:
+    with ChainFolder(tmp_path / "run").submitting():
+        refused = verb("submit", "--config", job_config(cache={"dir": str(features)}))
+
+    assert refused.code == 2
+    assert "another `pipeline submit` is at work" in refused.err

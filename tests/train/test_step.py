@@ -1,4 +1,4 @@
-"""A process's share of a step where the base is divided among the processes."""
+"""A process's share of a step: rows in whole blocks, and equally many of them where the base is divided."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cache.records import ImageRef
+from train.attention import BLOCK_SIZE
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.sample import Sample, SampleImage, make_sample
@@ -69,3 +70,27 @@ def test_processes_go_through_the_layers_equally_often(budget: int) -> None:
                 assert all(place < len(ours.images) for place in pack.images)
     if budget == 1:
         assert len({len(step.packs) for step in _shares(samples, 0, budget, equal=False)}) > 1
+
+
+def test_rows_for_a_gpu_take_two_blocks_at_least_and_filling_sees_nothing() -> None:
+    dataset = StepDataset(
+        _samples(8),
+        _NoFeatures(),
+        effective_batch_size=8,
+        tokens_per_pack=200,
+        image_token_id=IMAGE_TOKEN,
+        merge_size=MERGE,
+        seed=None,
+        blocks=True,
+    )
+    packs = dataset[0, 0].packs
+    lengths = [pack.input_ids.shape[1] for pack in packs]
+    assert min(lengths) == 2 * BLOCK_SIZE
+    assert all(length % BLOCK_SIZE == 0 for length in lengths)
+    for pack in packs:
+        index = torch.arange(len(pack.visible_until))
+        filling = (pack.visible_until == index + 1) & (pack.position_ids[1:, 0].sum(0) == 0)
+        start = int(filling.nonzero()[0])
+        assert bool(filling[start:].all())
+        assert int(pack.visible_until[:start].max()) <= start
+        assert int(pack.target_positions.max()) < start

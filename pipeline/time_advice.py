@@ -1,0 +1,152 @@
+"""Where a chain does not fit its time limits: which settings would make it fit, and how long it would take then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.time_chain import As, TimedChain
+from pipeline.time_job import TimedJob
+from pipeline.time_plan import TimePlan
+from pipeline.time_span import Span
+from pipeline.time_trials import trials_of
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Some settings changed, and the jobs as they would be then."""
+
+    setting: str
+    jobs: Mapping[str, TimedJob]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a change would bring.
+
+    Attributes:
+        jobs: the jobs that it changes and that did not fit (all that it changes where only the whole did not), each
+            with its time; of an array that of the longest task.
+        fits: whether all of these then end within their limit in one start, also at their longest; where only the
+            whole did not fit, whether the whole does.
+    """
+
+    setting: str
+    jobs: Mapping[str, Span]
+    whole: Span
+    fits: bool
+
+    def describe(self) -> str:
+        """A line for a person."""
+        times = ", ".join(f"{name} {span.describe()}" for name, span in self.jobs.items())
+        return f"{self.setting}: {times}; the whole {self.whole.describe()}"
+
+    def figures(self) -> dict[str, Any]:
+        """For a JSON file."""
+        jobs = {name: span.figures() for name, span in self.jobs.items()}
+        return {"setting": self.setting, "fits": self.fits, "jobs": jobs, "whole": self.whole.figures()}
+
+
+def advise(plan: TimePlan, families: Iterator[Iterator[Change]]) -> list[Advice]:
+    """Of every kind of setting the slightest change that makes it fit, or else the one with the shortest time.
+
+    Args:
+        families: see there.
+    """
+    if not plan.misfits and plan.whole_fits:
+        return []
+    found = []
+    for family in families:
+        best: Advice | None = None
+        for change in family:
+            advice = _outcome(plan, change)
+            if best is None or advice.fits or _shown(advice) < _shown(best):
+                best = advice
+            if advice.fits:
+                break
+        if best is not None:
+            found.append(best)
+    return sorted(found, key=lambda advice: not advice.fits)
+
+
+def describe(plan: TimePlan, advice: Sequence[Advice]) -> str:
+    """For a person; empty where everything fits."""
+    if not plan.misfits and plan.whole_fits:
+        return ""
+    lines = []
+    for title, fits in (("each of these would make it fit:", True), ("not enough alone:", False)):
+        told = [f"  - {one.describe()}" for one in advice if one.fits is fits]
+        lines += [title, *told] if told else []
+    return "\n".join(lines or ["no setting that is known here would shorten it"])
+
+
+def _outcome(plan: TimePlan, change: Change) -> Advice:
+    new = plan.with_jobs(change.jobs)
+    concerned = [name for name in change.jobs if name in plan.misfits]
+    fits = all(new.of(name).fits for name in concerned) if concerned else new.whole_fits and not new.misfits
+    times = {name: new.of(name).longest for name in concerned or change.jobs}
+    return Advice(change.setting, times, new.whole, fits)
+
+
+def _shown(advice: Advice) -> float:
+    return sum(span.likely for span in advice.jobs.values())
+
+
+def families(chain: TimedChain, plan: TimePlan) -> Iterator[Iterator[Change]]:
+    """For every kind of setting that could help: changes of it, from the slightest on."""
+    names = plan.misfits or [job.name for job in plan.jobs]
+    trainings = [name for name in names if chain.is_training(name)]
+    if any(chain.is_caching(name) for name in names):
+        yield _more_parts(chain)
+    if trainings:
+        yield _more_gpus(chain, trainings)
+        yield _other_rows(chain, trainings)
+        yield _shorter(chain, trainings)
+    evaluations = [name for name in names if chain.is_evaluation(name)]
+    if evaluations and plan.misfits:
+        yield _fewer_answers(chain, evaluations)
+
+
+def _more_parts(chain: TimedChain) -> Iterator[Change]:
+    now = chain.settings.slurm.cache.num_parts
+    for doubled in range(1, 9):
+        if now << doubled > chain.images():
+            return
+        yield Change(f"slurm.cache.num_parts: {now << doubled}", chain.caching(now << doubled))
+
+
+def _more_gpus(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
+    asks = chain.settings.slurm.train
+    for gpus in (2, 4, 8):
+        if gpus > max(asks.gpus, 1):
+            yield Change(f"slurm.train.gpus: {gpus}", chain.training(As(processes=gpus * asks.nodes), names))
+
+
+def _other_rows(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
+    first = next(stage for name in names for stage in chain.stages_in(name))
+    for trial in trials_of(first.settings, chain.records).faster:
+        yield Change(trial.setting, chain.training(As(trial=trial), names))
+
+
+def _shorter(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
+    trains = [stage.settings.train for name in names for stage in chain.stages_in(name)]
+    by_steps = [train.max_steps for train in trains if train.max_steps > 0]
+    if by_steps:
+        for share in (0.9, 0.75, 0.5, 0.25, 0.1):
+            steps = int(max(by_steps) * share)
+            if steps:
+                yield Change(f"train.max_steps: {steps}", chain.training(As(length={"max_steps": steps}), names))
+        return
+    most = max(train.num_train_epochs for train in trains)
+    for epochs in [*range(int(most) if most > int(most) else int(most) - 1, 0, -1), 0.5]:
+        if epochs < most:
+            length = {"num_train_epochs": float(epochs)}
+            yield Change(f"train.num_train_epochs: {epochs}", chain.training(As(length=length), names))
+
+
+def _fewer_answers(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
+    most = max(chain.evaluated_samples(name) for name in names)
+    for halved in range(1, 7):
+        if most >> halved:
+            yield Change(f"eval.limit: {most >> halved}", chain.evaluating(names, most >> halved))
