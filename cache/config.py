@@ -137,8 +137,9 @@ class CacheConfig(Section):
     """Images of one shape go through the tower together, up to this many patches. Default: image by image, so that an
     entry does not depend on what else was to do. Part of the fingerprint."""
     shard_size: int = Field(default=1 << 30, gt=0)
-    """A shard is closed once it holds this many bytes. A request to stop costs nothing; a kill costs at most the shard
-    that is being filled, the one before it where that is just being committed, and the images on their way to them."""
+    """A shard is closed once it holds this many bytes, or some thousand images. A request to stop costs nothing; a kill
+    costs at most the shard that is being filled, the one before it where that is just being committed, and the images
+    on their way to them."""
     num_workers: int = Field(default=2, ge=0)
     """Processes that decode and resize images, for each GPU. One gives 10 to 30 images of a megapixel a second."""
     max_image_pixels: int = Field(default=200_000_000, gt=0)

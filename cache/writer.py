@@ -20,6 +20,7 @@ from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shar
 WAITING_BYTES = 128 << 20
 _ROOM_SHARE = 1.25  # images differ in size: room for somewhat more entries than there are of the first one's size
 _SMALL_ENTRY = 1 << 20
+_MAX_ENTRIES = 8192  # a header with room for more would be megabytes at every opening
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class CacheWriter:
     def _begin(self, first: StoredFeatures) -> _OpenShard:
         """A new shard, with room for about as many entries like the first one as fill it, or as small ones."""
         like_first = int(_ROOM_SHARE * self._shard_size / max(first.num_bytes, 1)) + 1
-        room = max(like_first, self._shard_size // _SMALL_ENTRY)
+        room = min(max(like_first, self._shard_size // _SMALL_ENTRY), _MAX_ENTRIES)
         if self._expected is not None:
             room = max(1, min(room, self._expected))
         path = self._folder / SHARDS / f"shard-{secrets.token_hex(8)}{self._format.suffix}"

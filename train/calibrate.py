@@ -156,10 +156,12 @@ class Attempts:
 
 def recomputing(model: Any, wanted: bool) -> None:
     """Turn activation checkpointing on or off, as Trainer does."""
+    # transformers renamed these within the range of versions that is supported.
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     if wanted:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
     else:
-        model.gradient_checkpointing_disable()
+        getattr(model, f"{name}_disable")()
 
 
 def slowest_process(seconds: float, device: torch.device) -> float:
