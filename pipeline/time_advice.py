@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.time_chain import As, TimedChain
 from pipeline.time_job import TimedJob
-from pipeline.time_plan import TimePlan
+from pipeline.time_plan import TimePlan, finite, shown
 from pipeline.time_span import Span
 from pipeline.time_trials import trials_of
 
@@ -28,6 +28,7 @@ class Advice:
     Attributes:
         jobs: the jobs that it changes and that did not fit (all that it changes where only the whole did not), each
             with its time; of an array that of the longest task.
+        whole_fits: whether the whole ends within its limit then, where it has one.
         fits: whether all of these then end within their limit in one start, also at their longest; where only the
             whole did not fit, whether the whole does.
     """
@@ -35,17 +36,20 @@ class Advice:
     setting: str
     jobs: Mapping[str, Span]
     whole: Span
+    whole_fits: bool
     fits: bool
 
     def describe(self) -> str:
         """A line for a person."""
-        times = ", ".join(f"{name} {span.describe()}" for name, span in self.jobs.items())
-        return f"{self.setting}: {times}; the whole {self.whole.describe()}"
+        times = ", ".join(f"{name} {shown(span)}" for name, span in self.jobs.items())
+        still = "" if self.whole_fits else ", which does not fit"
+        return f"{self.setting}: {times}; the whole {shown(self.whole)}{still}"
 
     def figures(self) -> dict[str, Any]:
         """For a JSON file."""
         jobs = {name: span.figures() for name, span in self.jobs.items()}
-        return {"setting": self.setting, "fits": self.fits, "jobs": jobs, "whole": self.whole.figures()}
+        fits = {"fits": self.fits, "whole_fits": self.whole_fits}
+        return {"setting": self.setting, **fits, "jobs": jobs, "whole": finite(self.whole.figures())}
 
 
 def advise(plan: TimePlan, families: Iterator[Iterator[Change]]) -> list[Advice]:
@@ -61,7 +65,7 @@ def advise(plan: TimePlan, families: Iterator[Iterator[Change]]) -> list[Advice]
         best: Advice | None = None
         for change in family:
             advice = _outcome(plan, change)
-            if best is None or advice.fits or _shown(advice) < _shown(best):
+            if best is None or advice.fits or _seconds(advice) < _seconds(best):
                 best = advice
             if advice.fits:
                 break
@@ -75,10 +79,14 @@ def describe(plan: TimePlan, advice: Sequence[Advice]) -> str:
     if not plan.misfits and plan.whole_fits:
         return ""
     lines = []
-    for title, fits in (("each of these would make it fit:", True), ("not enough alone:", False)):
+    for title, fits in ((_ENOUGH, True), (_TOO_LITTLE, False)):
         told = [f"  - {one.describe()}" for one in advice if one.fits is fits]
         lines += [title, *told] if told else []
     return "\n".join(lines or ["no setting that is known here would shorten it"])
+
+
+_ENOUGH = "each of these would make the jobs that it names fit:"
+_TOO_LITTLE = "not enough alone:"
 
 
 def _outcome(plan: TimePlan, change: Change) -> Advice:
@@ -86,10 +94,10 @@ def _outcome(plan: TimePlan, change: Change) -> Advice:
     concerned = [name for name in change.jobs if name in plan.misfits]
     fits = all(new.of(name).fits for name in concerned) if concerned else new.whole_fits and not new.misfits
     times = {name: new.of(name).longest for name in concerned or change.jobs}
-    return Advice(change.setting, times, new.whole, fits)
+    return Advice(change.setting, times, new.whole, new.whole_fits, fits)
 
 
-def _shown(advice: Advice) -> float:
+def _seconds(advice: Advice) -> float:
     return sum(span.likely for span in advice.jobs.values())
 
 
@@ -118,6 +126,9 @@ def _more_parts(chain: TimedChain) -> Iterator[Change]:
 
 def _more_gpus(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
     asks = chain.settings.slurm.train
+    # How much more several processes do on one CPU is not known.
+    if all(device == "cpu" for device in chain.devices(names)):
+        return
     for gpus in (2, 4, 8):
         if gpus > max(asks.gpus, 1):
             yield Change(f"slurm.train.gpus: {gpus}", chain.training(As(processes=gpus * asks.nodes), names))
@@ -133,8 +144,8 @@ def _shorter(chain: TimedChain, names: Sequence[str]) -> Iterator[Change]:
     trains = [stage.settings.train for name in names for stage in chain.stages_in(name)]
     by_steps = [train.max_steps for train in trains if train.max_steps > 0]
     if by_steps:
-        for share in (0.9, 0.75, 0.5, 0.25, 0.1):
-            steps = int(max(by_steps) * share)
+        for tenths in range(9, 0, -1):
+            steps = max(by_steps) * tenths // 10
             if steps:
                 yield Change(f"train.max_steps: {steps}", chain.training(As(length={"max_steps": steps}), names))
         return

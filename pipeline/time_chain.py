@@ -107,6 +107,11 @@ class TimedChain:
         """Whether a job runs the tower."""
         return self._planned[name].split is not None
 
+    def devices(self, names: Sequence[str]) -> set[str]:
+        """On which the training of these jobs was measured."""
+        pieces = [self._training(stage, As()) for name in names for stage in self.stages_in(name)]
+        return {piece.measured.device for piece in pieces if piece.measured is not None} or {"cpu"}
+
     def images(self) -> int:
         """Of the split with most images that are not cached."""
         splits = {job.split for job in self._planned.values() if job.split is not None}

@@ -19,13 +19,14 @@ class Measured:
     Attributes:
         constant: seconds of a start, whatever there is to do.
         rates: phase -> seconds a unit.
-        processes: of the run that was measured.
+        processes, device: of the run that was measured.
         source: where the figures come from, for a person.
     """
 
     constant: Span
     rates: Mapping[str, Span]
     processes: int
+    device: str
     source: str
 
 

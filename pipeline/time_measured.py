@@ -155,7 +155,9 @@ def choose(found: Iterable[Found], job: str, setting: Mapping[str, Any], process
     whole = bool(constants)
     if not whole:  # a run that was killed: the start of another kind of run of this job will do
         constants = [one.record.constant for one in of_job if one.constant][:1]
-    return Measured(_range(constants), rates, here.processes, _source(best, job, setting, constants, whole))
+    return Measured(
+        _range(constants), rates, here.processes, here.device, _source(best, job, setting, constants, whole)
+    )
 
 
 def _same_run(record: TimeRecord, other: TimeRecord) -> bool:

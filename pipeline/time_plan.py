@@ -68,15 +68,15 @@ class TimePlan:
             jobs[job.name] = {
                 "tasks": len(job.lines) if job.array else None,
                 "seconds": found.longest.figures(),
-                "wall_seconds": _finite(found.wall.figures()),
-                "restarts": _finite(found.restarts.figures()),
+                "wall_seconds": finite(found.wall.figures()),
+                "restarts": finite(found.restarts.figures()),
                 "time_limit": job.limit,
                 "verdict": found.verdict,
                 "after": list(job.after),
                 "not_in_it": job.unknown,
                 "measured_in": sources_of(job),
             }
-        whole = {"seconds": _finite(self.whole.figures()), "limit": self.limit, "fits": self.whole_fits}
+        whole = {"seconds": finite(self.whole.figures()), "limit": self.limit, "fits": self.whole_fits}
         return {"jobs": jobs, "whole": whole, "fits": not self.misfits and self.whole_fits, "notes": list(self.notes)}
 
     def describe(self) -> str:
@@ -87,7 +87,7 @@ class TimePlan:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         fits = "fits" if self.whole_fits else "DOES NOT FIT"
         verdict = f", {fits} {_short(self.limit)}" if self.limit is not None else ""
-        lines += ["", f"the whole: {_shown(self.whole)}{verdict}; waiting in the queue is not in it"]
+        lines += ["", f"the whole: {shown(self.whole)}{verdict}; waiting in the queue is not in it"]
         missing = {name: what for job in self.jobs for name, what in job.unknown.items()}
         lines += [f"  not in it, as nothing is measured: {', '.join(what)} of {name}" for name, what in missing.items()]
         found = dict.fromkeys(source for job in self.jobs for source in sources_of(job))
@@ -98,10 +98,10 @@ class TimePlan:
     def _row(self, job: TimedJob) -> tuple[str, ...]:
         found = self.of(job.name)
         tasks = f"{len(job.lines)}" if job.array else ""
-        time = "no figure yet" if all(p.measured is None for line in job.lines for p in line) else _shown(found.longest)
+        time = "no figure yet" if all(p.measured is None for line in job.lines for p in line) else shown(found.longest)
         verdict = found.verdict
         if found.restarts.likely and not math.isinf(found.restarts.likely):
-            verdict += f", then {_shown(found.wall)}"
+            verdict += f", then {shown(found.wall)}"
         return (job.name, tasks, time, _short(job.limit), verdict if time != "no figure yet" else "")
 
 
@@ -113,13 +113,15 @@ def sources_of(job: TimedJob) -> list[str]:
 
 def _short(seconds: float) -> str:
     """A limit: `6 h`."""
-    text = duration(seconds)
+    text = duration(seconds).replace(".0 s", " s")
     return text.removesuffix(" 0 min").removesuffix(" 0 s").removesuffix(" 0 h")
 
 
-def _shown(span: Span) -> str:
+def shown(span: Span) -> str:
+    """A time, or that it never comes."""
     return "never" if math.isinf(span.likely) else span.describe().replace("inf s", "never")
 
 
-def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+def finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """Numbers as JSON can have them: null for infinity."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}

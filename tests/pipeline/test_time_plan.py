@@ -37,7 +37,7 @@ def exactly(seconds: float) -> Span:
 
 def piece(seconds: float, constant: float = 0.0, processes: int = 1, **work: float) -> Piece:
     """Work whose units take a second each; `seconds` of them are tokens."""
-    measured = Measured(exactly(constant), {"tokens": exactly(1.0), "encoding": exactly(1.0)}, 1, "given")
+    measured = Measured(exactly(constant), {"tokens": exactly(1.0), "encoding": exactly(1.0)}, 1, "gpu", "given")
     return Piece("piece", measured, {"tokens": seconds, **work}, processes=processes)
 
 
@@ -78,7 +78,7 @@ def test_a_job_that_cannot_go_on_must_fit_as_a_whole() -> None:
 
 
 def test_a_time_that_may_be_longer_than_the_limit_does_not_count_as_fitting() -> None:
-    measured = Measured(exactly(0), {"tokens": Span(0.5, 1.0, 1.5)}, 1, "given")
+    measured = Measured(exactly(0), {"tokens": Span(0.5, 1.0, 1.5)}, 1, "gpu", "given")
     lines = ((Piece("train", measured, {"tokens": 3000}),),)
     found = predict(TimedJob("train", lines, HOUR, lead=300))
 
@@ -310,7 +310,8 @@ def test_the_verb_predicts_from_the_logs_of_earlier_runs(cached: Path, run: Call
     assert train["low"] < train["likely"] < train["high"]
     assert found["jobs"]["train"]["restarts"]["likely"] > 0
     assert found["jobs"]["train"]["measured_in"][0].startswith("train: times/train.json")
-    assert {one["setting"].partition(":")[0] for one in found["advice"]} == {"slurm.train.gpus", "train.max_steps"}
+    # More GPUs are no advice where a CPU was measured.
+    assert [one["setting"] for one in found["advice"]] == ["train.max_steps: 4000"]
     told = run("plan", "--config", cached, *again, "30s").out
     assert "restart" in told
     assert "not enough alone:" in told
@@ -351,6 +352,36 @@ def test_an_experiment_with_stages_is_predicted_stage_by_stage(
     assert seconds["train-b+two"] == pytest.approx(40 * seconds["train-b+one"], rel=1e-3)
     assert jobs["train-b+two"]["after"] == ["check", "train-b+one"]
     assert together["experiments"]["seconds"]["likely"] == pytest.approx(seconds["train-a"], rel=1e-3)
+
+
+def test_settings_that_make_training_fit_are_named_with_their_times(
+    cached: Path, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    trials = [
+        {"tokens_per_pack": 8192, "gradient_checkpointing": False, "seconds": 1.0, "peak_bytes": 1},
+        {"tokens_per_pack": 2048, "gradient_checkpointing": True, "seconds": 4.0, "peak_bytes": 1},
+    ]
+    rate = Phase(10, 1.0, 1.0, 1.0)
+    given = TimeRecord("train", "NVIDIA H100", 1, {}, 10.0, {"tokens": rate}, 0.0, trials)
+    (tmp_path / "run" / CALIBRATION).write_text(json.dumps([asdict(given)]))
+    settings = ["max_steps=-1", "num_train_epochs=30", "tokens_per_pack=2048", "gradient_checkpointing=true"]
+    options = [word for setting in settings for word in ("--set", f"train.{setting}")]
+    before = json.loads(run("plan", "--config", cached, *options, "--time-limit", "1d", "--json").out)
+    seconds = before["jobs"]["train"]["seconds"]["likely"]
+    limit = ["--set", "slurm.signal_seconds=1", "--time-limit", f"{int(seconds * 0.6)}s"]
+
+    found = json.loads(run("plan", "--config", cached, *options, *limit, "--json").out)["advice"]
+
+    advice = {one["setting"]: one for one in found}
+    assert list(advice) == [
+        "slurm.train.gpus: 4",
+        "train.tokens_per_pack: 8192, train.gradient_checkpointing: false",
+        "train.num_train_epochs: 15",
+    ]
+    assert all(one["fits"] for one in found)
+    rows, epochs = (advice[name]["jobs"]["train"]["likely"] for name in list(advice)[1:])
+    assert rows == pytest.approx(seconds / 4)
+    assert epochs == pytest.approx(seconds / 2)
 
 
 def _train_file(config: Path) -> str:
