@@ -165,7 +165,7 @@ def _scratch(
         "max_steps": steps,
         "logging_steps": 1,
         "eval_steps": steps,
-        "save_steps": steps,
+        "save_steps": max(1, steps // 2),
         "load_best_model_at_end": False,
         "report_to": ["none"],
     }

@@ -153,6 +153,7 @@ class TimedChain:
             lead=self.settings.slurm.signal_seconds if script.stops_on_signal else None,
             after=(*planned.chained.after_ok, *planned.chained.after_any),
             at_once=at_once,
+            most_restarts=self.settings.slurm.max_requeues if script.stops_on_signal else None,
             array=planned.split is not None,
         )
 

@@ -93,6 +93,7 @@ class TimedJob:
         lead: how long before its limit it is told to stop; None for one that cannot go on where it was.
         after: names of the jobs before it.
         at_once: how many lines run side by side; None for all.
+        most_restarts: after which it is not put back into the queue; None for no bound.
         array: each line has a time limit of its own; else all lines together are one job.
     """
 
@@ -102,6 +103,7 @@ class TimedJob:
     lead: float | None = None
     after: tuple[str, ...] = ()
     at_once: int | None = None
+    most_restarts: int | None = None
     array: bool = False
 
     @property
@@ -161,7 +163,9 @@ class Prediction:
             return "NEVER ENDS: a start takes longer than its limit"
         if likely == 0:
             return "may need a restart"
-        return f"needs {likely:.0f} restart{'s' if likely > 1 else ''}"
+        text = f"needs {likely:.0f} restart{'s' if likely > 1 else ''}"
+        most = self.job.most_restarts
+        return text if most is None or high <= most else f"{text}, slurm.max_requeues ALLOWS {most}"
 
 
 def restarts(total: float, constant: float, usable: float, *, goes_on: bool) -> float:

@@ -82,7 +82,7 @@ def training_clock(progress: Progress, settings: PipelineConfig) -> JobClock:
 
 
 def training_phases(folder: Path, *, from_step: int, batch: int) -> dict[str, Phase]:
-    """`tokens` and `evaluating`, from the lines of metrics.jsonl behind a step.
+    """`tokens`, `evaluating` and `saving`, from the lines of metrics.jsonl behind a step.
 
     Args:
         from_step: where the run, or its latest start, began.
@@ -99,8 +99,8 @@ def training_phases(folder: Path, *, from_step: int, batch: int) -> dict[str, Ph
         phases["tokens"] = replace(tokens, units=tokens.units * max(1.0, all_steps / counted))
     rates = [line for line in lines if _number(line, "eval_samples_per_second") > 0]
     marks = [(line["eval_runtime"], line["eval_runtime"] * line["eval_samples_per_second"]) for line in rates]
-    evaluating = phase_of(marks)
-    return phases | ({"evaluating": evaluating} if evaluating is not None else {})
+    others = {"evaluating": marks, "saving": [(line["save_runtime"], 1) for line in lines if "save_runtime" in line]}
+    return phases | {name: found for name, timed in others.items() if (found := phase_of(timed)) is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class TimeRecord:
         setting: what decides how fast it is, besides the device.
         seconds: from the start of the process to its end.
         phases: name -> work; the first word of what the verb's progress bar says, and of training `tokens` (of the
-            process with most) and `evaluating` (samples).
+            process with most), `evaluating` (samples) and `saving` (checkpoints).
         written: seconds since 1970.
         trials: of a training run that tried rows of several lengths: train.calibrate.Trial as JSON.
     """

@@ -97,13 +97,11 @@ class Amounts:
         checkpoint = last_checkpoint(settings.output_dir) if train.resume else None
         done = min(steps, int(checkpoint.name.rpartition("-")[2])) if checkpoint is not None else 0
         work = {"tokenizing": float(self.records(settings, train.split)), "tokens": (steps - done) * tokens.mean}
+        work["saving"] = float(_occasions(train.save_steps, tokens.steps, done, steps))
         if train.eval_split is not None and train.eval_split in settings.data.splits:
             held_out = self.records(settings, train.eval_split)
-            every = train.eval_steps or tokens.steps
-            whole = steps // every if train.eval_steps else math.ceil(steps / every)
-            evaluations = max(0, whole - done // every)
             work["tokenizing"] += held_out
-            work["evaluating"] = float(evaluations * held_out)
+            work["evaluating"] = float(_occasions(train.eval_steps, tokens.steps, done, steps) * held_out)
         return work, tokens.spread
 
     def step_tokens(self, settings: PipelineConfig, processes: int, tokens_per_pack: int | None) -> StepTokens:
@@ -179,6 +177,13 @@ class Amounts:
 def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
     """Of a run, as transformers counts them."""
     return train.max_steps if train.max_steps > 0 else math.ceil(train.num_train_epochs * steps_per_epoch)
+
+
+def _occasions(every: int | None, epoch: int, done: int, steps: int) -> int:
+    """How often something comes that comes every so many steps, or at the end of each epoch, begun ones included."""
+    if every is not None:
+        return steps // every - done // every
+    return max(0, math.ceil(steps / epoch) - done // epoch)
 
 
 def _grids(images: list[SplitImage]) -> dict[str, tuple[str, tuple[int, int, int]]]:

@@ -58,10 +58,8 @@ def prepare_for_training(model: Any, config: TrainConfig, device: torch.device) 
                 module.cast_input_dtype_enabled = False
     wanted = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     if wanted:
-        # Block sizes are tried out: 15 s more at the start, 2 % less in every step (docs/benchmarks/training.md).
-        tuning = {"coordinate_descent_tuning": True} if device.type == "cuda" else None
         for layer in model.get_base_model().model.language_model.layers:
-            layer.compile(options=tuning)
+            layer.compile()
 
 
 def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.device) -> Any:

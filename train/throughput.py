@@ -42,10 +42,14 @@ class Throughput:
         self._tokens += sum(pack.input_ids.shape[1] for pack in step.packs)
 
     def pause(self) -> None:
-        """Leave out the time since the last report (an evaluation, a checkpoint)."""
+        """Leave out the time since the last report (an evaluation)."""
         self._since = time.perf_counter()
         self._waited = 0.0
         self._samples = self._image_tokens = self._tokens = self._steps = 0
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count time that was spent on something else since the last report."""
+        self._since += seconds
 
     def report(self, steps_left: int) -> dict[str, float]:
         """Rates since the last report, and the time left in seconds by a moving average of the time a step takes.

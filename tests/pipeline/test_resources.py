@@ -59,7 +59,7 @@ def test_a_disk_that_fills_up_while_caching(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cache.formats.safetensors_shard.SafetensorsFormat.write", full)
+        patch.setattr("cache.formats.base.OutputFile.append_tensor", full)
         run("cache", "--config", cached, "--split", "train").check_refusal(5, "is full", "free some space", "shards")
 
     again = run("cache", "--config", cached, "--split", "train")

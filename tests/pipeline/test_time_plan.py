@@ -69,6 +69,8 @@ def test_a_restarted_job_takes_its_work_and_a_constant_for_each_start() -> None:
     assert found.restarts.likely == 2
     assert found.wall.likely == pytest.approx(2.5 * HOUR + 3 * 360)
     assert found.verdict == "needs 2 restarts"
+    bounded = predict(job("train", 2.5 * HOUR, limit=HOUR, lead=0, constant=360, most_restarts=1))
+    assert bounded.verdict == "needs 2 restarts, slurm.max_requeues ALLOWS 1"
 
 
 def test_a_job_that_cannot_go_on_must_fit_as_a_whole() -> None:
@@ -217,12 +219,14 @@ def test_the_log_of_a_training_tells_its_rate_also_when_a_kill_has_cut_it_off(tm
     line = {"max_steps": 9, "seconds": 2.0, "samples_per_second": 8.0, "tokens_per_second": 100.0}
     lines = [json.dumps({"step": step, **line}) for step in (1, 2, 3, 4)]
     lines.append(json.dumps({"step": 4, "eval_runtime": 3.0, "eval_samples_per_second": 2.0}))
+    lines.append(json.dumps({"step": 4, "save_runtime": 1.5}))
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "sec']))
 
     found = training_phases(tmp_path, from_step=1, batch=16)
 
     assert found["tokens"] == Phase(600, 0.01, 0.01, 0.01)
     assert found["evaluating"].seconds == 0.5
+    assert found["saving"] == Phase(1, 1.5, 1.5, 1.5)
 
 
 def test_a_job_that_fails_leaves_no_record_and_other_processes_neither(
@@ -294,10 +298,11 @@ def test_tokens_are_counted_as_training_computes_them(cached: Path, run: Callabl
 
 
 def test_the_verb_predicts_from_the_logs_of_earlier_runs(cached: Path, run: Callable[..., Any], tmp_path: Path) -> None:
-    again = ["--set", "train.max_steps=40006", "--set", "slurm.signal_seconds=1", "--time-limit"]
+    rare = ["--set", "train.save_steps=1000"]
+    again = [*rare, "--set", "train.max_steps=40006", "--set", "slurm.signal_seconds=1", "--time-limit"]
     first = run("plan", "--config", cached, *again, "6h")
     assert "there is no figure for all of it yet: run `pipeline plan --config ... --calibrate`" in first.out
-    assert run("train", "--config", cached, "--from-cache", "--set", "train.max_steps=6").code == 0
+    assert run("train", "--config", cached, "--from-cache", "--set", "train.max_steps=6", *rare).code == 0
 
     found = json.loads(run("plan", "--config", cached, *again, "30s", "--json").out)
 
@@ -376,12 +381,12 @@ def test_settings_that_make_training_fit_are_named_with_their_times(
     assert list(advice) == [
         "slurm.train.gpus: 4",
         "train.tokens_per_pack: 8192, train.gradient_checkpointing: false",
-        "train.num_train_epochs: 15",
+        "train.num_train_epochs: 16",
     ]
     assert all(one["fits"] for one in found)
     rows, epochs = (advice[name]["jobs"]["train"]["likely"] for name in list(advice)[1:])
     assert rows == pytest.approx(seconds / 4)
-    assert epochs == pytest.approx(seconds / 2)
+    assert epochs == pytest.approx(seconds * 16 / 30)
 
 
 def _train_file(config: Path) -> str:
