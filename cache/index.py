@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from cache.documents import damaged_file
 from cache.errors import CacheError, ResourceError
 from cache.formats.extents import KEY
 from cache.index_file import INDEX_FILE, read_index_file, write_index_file
 from cache.index_table import KEY_BYTES, IndexTable, ShardStamp
-from cache.manifest import SHARDS, Grid, check_shard_size, damaged_file, load_shard_index
+from cache.manifest import SHARDS, Grid, check_shard_size, load_shard_index
 
 _log = logging.getLogger(__name__)
 

@@ -13,37 +13,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints
 
 from cache.atomic import write_text
 from cache.config import StorageDtype
+from cache.documents import Document, FileDocument, load
 from cache.errors import CacheError
 from cache.features import QUANTIZED_DTYPES, SCALE_DTYPE
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
-from cache.seal import seal, seal_holds
+from cache.seal import seal
 
 MANIFEST_FILE = "manifest.json"
 SHARDS, SPLITS, REFUSED = "shards", "splits", "refused"
 
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Grid = tuple[int, int, int]
-MAX_JSON_BYTES = 1 << 30
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _File(_Document):
-    """A document that is a file of its own, and ends with a digest (cache.seal)."""
-
-    digest: str = Field(default="", exclude=True, repr=False)
-
-
-class Manifest(_File):
+class Manifest(FileDocument):
     """What made the features, and their shape."""
 
     format_version: int
@@ -73,13 +63,13 @@ class Manifest(_File):
         return QUANTIZED_DTYPES.get(self.storage_dtype, self.compute_dtype)
 
 
-class _Versioned(_Document):
+class _Versioned(Document):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     format_version: int
 
 
-class IndexEntry(_Document):
+class IndexEntry(Document):
     """One image of a shard."""
 
     key: Key
@@ -87,7 +77,7 @@ class IndexEntry(_Document):
     checksum: str
 
 
-class ShardIndex(_File):
+class ShardIndex(FileDocument):
     """The entries of one shard. `checksum` is XXH3-128 over the shard's whole file, in hex."""
 
     shard: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -110,7 +100,7 @@ class SplitImage:
     mtime_ns: int
 
 
-class SplitImages(_File):
+class SplitImages(FileDocument):
     """The images that a split's records name, and those that were refused.
 
     `num_parts`: among how many parts the images are divided (cache.parts), so that it can be said which one is missing.
@@ -124,7 +114,7 @@ class SplitImages(_File):
     num_parts: int = Field(default=1, ge=1)
 
 
-class RefusedImage(_File):
+class RefusedImage(FileDocument):
     """An image that could not be decoded by the part that it belongs to; tells the other parts."""
 
     key: Key
@@ -167,14 +157,14 @@ def load_manifest(folder: Path) -> Manifest:
         CacheError: it is missing, damaged, or of another format version.
     """
     # The version is looked at first: another version's manifest may have other fields.
-    version = _load(folder / MANIFEST_FILE, _Versioned).format_version
+    version = load(folder / MANIFEST_FILE, _Versioned, sealed=False).format_version
     if version != FORMAT_VERSION:
         raise CacheError(
             f"has format version {version}; this program reads version {FORMAT_VERSION}",
             where=str(folder / MANIFEST_FILE),
             do="run `pipeline cache` again into another cache.dir, or use the program version that made it",
         )
-    return _load(folder / MANIFEST_FILE, Manifest)
+    return load(folder / MANIFEST_FILE, Manifest)
 
 
 def save_shard_index(folder: Path, index: ShardIndex) -> None:
@@ -212,7 +202,7 @@ def load_shard_index(path: Path) -> ShardIndex:
     Raises:
         CacheError: it is damaged.
     """
-    return _load(path, ShardIndex)
+    return load(path, ShardIndex)
 
 
 def damaged_shard(shard: Path, what: str) -> CacheError:
@@ -245,7 +235,7 @@ def save_split(folder: Path, images: SplitImages) -> None:
 def load_split(folder: Path, split: str) -> SplitImages | None:
     """The image list of a split; None if the split has not been cached yet."""
     path = split_file(folder, split)
-    return _load(path, SplitImages) if path.exists() else None
+    return load(path, SplitImages) if path.exists() else None
 
 
 def save_refused(folder: Path, image: RefusedImage) -> None:
@@ -267,39 +257,4 @@ def load_refused_image(path: Path) -> RefusedImage:
     Raises:
         CacheError: it is damaged.
     """
-    return _load(path, RefusedImage)
-
-
-_D = TypeVar("_D", bound=_Document)
-
-
-def _load(path: Path, kind: type[_D]) -> _D:
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise damaged_file(path, f"it has {size} bytes, more than any file of this kind")
-        raw = path.read_bytes()
-        document = kind.model_validate_json(raw)
-        # A file that was edited by hand bears no seal any more; `pipeline verify` names it, reading it is allowed.
-        if seal_holds(raw) is False and kind is not _Versioned:
-            raise damaged_file(path, "its content does not match its digest")
-        return document.model_copy(update={"digest": ""}) if isinstance(document, _File) else document
-    except FileNotFoundError:
-        raise CacheError("is missing", where=str(path), do="run `pipeline cache` for this configuration") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise damaged_file(path, f"{field}: {first['msg']}" if field else first["msg"]) from error
-    except OSError as error:
-        raise CacheError(
-            f"cannot be read: {error.strerror or error}", where=str(path), do="check its permissions"
-        ) from error
-
-
-def damaged_file(path: Path, what: str) -> CacheError:
-    """The error for a manifest, index or list that cannot be used."""
-    return CacheError(
-        f"is damaged: {what}",
-        where=str(path),
-        do="run `pipeline cache --repair --split NAME`: it moves this file aside and makes what it said anew",
-    )
+    return load(path, RefusedImage)

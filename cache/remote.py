@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from cache.documents import MAX_JSON_BYTES
 from cache.errors import CacheError
 from cache.files import CacheFiles
 from cache.find import BACKEND_FIELDS, find_cache
@@ -26,7 +27,6 @@ from cache.index_file import INDEX_FILE
 from cache.index_table import ShardStamp
 from cache.manifest import (
     MANIFEST_FILE,
-    MAX_JSON_BYTES,
     SHARDS,
     SPLITS,
     Manifest,

@@ -139,7 +139,7 @@ class SlurmConfig(Section):
     modules: tuple[OptionValue, ...] = ()
     """Loaded in every job by `module load`, in this order."""
     setup: tuple[ScriptLine, ...] = ()
-    """Lines of bash run in every job before its command, e.g. `[source /work/venv/bin/activate]`."""
+    """Lines of bash run in every job before its command, e.g. `[source /home/me/venv/bin/activate]`."""
     sbatch: tuple[OptionValue, ...] = ()
     """More options for every job, e.g. `["--mail-type=FAIL", "--exclude=node07"]`."""
     signal_seconds: int = Field(default=300, ge=1, le=65535)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from cache.errors import ConfigError, StoppedError
 from cache.progress import Progress, Silent
 from cache.vision_tower import VisionTower
 from train.adapter import require_adapter
+from train.config import TrainConfig
 from train.dataset import Samples
 from train.evaluate import Evaluator
 from train.inputs import Inputs, load_tower
@@ -28,6 +30,8 @@ from train.step import StepDataset
 from train.stopping import AskedOfAny, StoppableProgress, leave_processes, stopped_before_training
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
     from train.trainer import StepTrainer
 
 logger = logging.getLogger("train")
@@ -59,7 +63,7 @@ def run_training(
 
 def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved_config: str | None) -> Path | None:
     from train.arguments import training_arguments
-    from train.callbacks import LogLines, MetricsFile, StopWhenAsked
+    from train.callbacks import StopWhenAsked
 
     evaluate = _has_eval_split(job)
     if job.train.adapter is not None:
@@ -68,39 +72,9 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
     checkpoint = open_run(job.output_dir, job.settings(), resume=job.train.resume)
     if resolved_config is not None and arguments.process_index == 0:
         write_text(job.output_dir / CONFIG_FILE, resolved_config)
-    splits = [job.train.split, *([job.train.eval_split] if evaluate and job.train.eval_split is not None else [])]
-    inputs = Inputs.open(job)
-    inputs = inputs.staged(job, splits, progress, local_rank=arguments.local_process_index)
-    samples = inputs.samples.training(job.train.split, inputs.known(job.train.split, progress), progress)
-    held_out = None
-    if evaluate and job.train.eval_split is not None:
-        held_out = inputs.samples.training(job.train.eval_split, inputs.known(job.train.eval_split, progress), progress)
-        _log_data(job, arguments, job.train.eval_split, held_out)
-    _log_data(job, arguments, job.train.split, samples)
+    data = _read(job, arguments, progress, evaluate=evaluate)
     asked = AskedOfAny(should_stop)
-    device = training_device(job.train)
-    model = _make_model(job, device)
-    tower = None if job.from_cache else load_tower(job, device)
-    share = {"rank": arguments.process_index, "world_size": arguments.world_size}
-    config = with_rows_that_fit(
-        job.train,
-        model,
-        lambda config: inputs.steps(samples, config, shuffle=True, **share),
-        job.output_dir,
-        job.settings(),
-        device=device,
-        tower=tower,
-        world_size=arguments.world_size,
-    )
-    trainer = _make_trainer(
-        model,
-        tower,
-        training_arguments(config, job.output_dir, evaluate=evaluate),
-        inputs.steps(samples, config, shuffle=True, **share),
-        None if held_out is None else inputs.steps(held_out, config, shuffle=False, **share),
-        _generation_metrics(job, inputs, tower) if held_out is not None else None,
-        [MetricsFile(job.output_dir), LogLines(), StopWhenAsked(asked)],
-    )
+    trainer = _make_trainer(job, data, arguments, StopWhenAsked(asked))
     if asked():
         raise stopped_before_training()
     if checkpoint is not None:
@@ -116,6 +90,26 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
     save_folder(adapter, trainer.save_adapter)
     write_run(job.output_dir, job.settings(), finished=job.length())
     return adapter
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """What a run reads: its samples, and those that it is evaluated on, if any."""
+
+    inputs: Inputs
+    samples: Samples
+    held_out: Samples | None
+
+
+def _read(job: Job, arguments: Any, progress: Progress, *, evaluate: bool) -> _Data:
+    held_out_split = job.train.eval_split if evaluate else None
+    splits = [job.train.split, *([held_out_split] if held_out_split is not None else [])]
+    inputs = Inputs.open(job)
+    inputs = inputs.staged(job, splits, progress, local_rank=arguments.local_process_index)
+    read = {split: inputs.samples.training(split, inputs.known(split, progress), progress) for split in splits}
+    for split, samples in read.items():
+        _log_data(job, arguments, split, samples)
+    return _Data(inputs, read[job.train.split], read[held_out_split] if held_out_split is not None else None)
 
 
 def describe(job: Job, progress: Progress) -> str:
@@ -143,27 +137,40 @@ def _make_model(job: Job, device: torch.device) -> Any:
     return model
 
 
-def _make_trainer(
-    model: Any,
-    tower: VisionTower | None,
-    arguments: Any,
-    train_steps: StepDataset,
-    eval_steps: StepDataset | None,
-    generation_metrics: Callable[[Any], dict[str, float]] | None,
-    callbacks: list[Any],
-) -> StepTrainer:
+def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) -> StepTrainer:
     from transformers import PrinterCallback
 
+    from train.arguments import training_arguments
+    from train.callbacks import LogLines, MetricsFile
     from train.trainer import StepTrainer
 
+    device = training_device(job.train)
+    model = _make_model(job, device)
+    tower = None if job.from_cache else load_tower(job, device)
+    share = {"rank": arguments.process_index, "world_size": arguments.world_size}
+
+    def steps(config: TrainConfig) -> StepDataset:
+        return data.inputs.steps(data.samples, config, shuffle=True, **share)
+
+    config = with_rows_that_fit(
+        job.train,
+        model,
+        steps,
+        job.output_dir,
+        job.settings(),
+        device=device,
+        tower=tower,
+        world_size=arguments.world_size,
+    )
+    held_out = data.held_out
     trainer = StepTrainer(
         model,
-        arguments,
-        train_steps,
-        eval_steps,
+        training_arguments(config, job.output_dir, evaluate=held_out is not None),
+        steps(config),
+        None if held_out is None else data.inputs.steps(held_out, config, shuffle=False, **share),
         tower=tower,
-        generation_metrics=generation_metrics,
-        callbacks=callbacks,
+        generation_metrics=None if held_out is None else _generation_metrics(job, data.inputs, tower),
+        callbacks=[MetricsFile(job.output_dir), LogLines(), stop],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

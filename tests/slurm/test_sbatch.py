@@ -19,7 +19,7 @@ from slurm.errors import SlurmError
 from slurm.sbatch import ARRAY_TASK, Script, array_range, render, sbatch_value
 
 GOLDEN = Path(__file__).parent / "golden"
-_PLACES = {"logs": Path("/work/runs/first/slurm/logs"), "workdir": Path("/work"), "path": Path("/work/venv/bin")}
+_PLACES = {"logs": Path("/home/me/runs/first/slurm/logs"), "workdir": Path("/work"), "path": Path("/home/me/venv/bin")}
 _PLAIN = {"model": "Qwen/Qwen3-VL-8B-Instruct", "data": {"splits": {"train": "t.jsonl", "val": "v.jsonl"}}}
 _FULL = {
     "partition": "gpu",
@@ -29,7 +29,7 @@ _FULL = {
     "cpus_per_task": 8,
     "mem": "64G",
     "modules": ["cuda/12.4", "my module"],
-    "setup": ["source /work/env.sh", 'export HF_HOME="$SCRATCH/hf"'],
+    "setup": ["source /home/me/env.sh", 'export HF_HOME="$SCRATCH/hf"'],
     "sbatch": ["--mail-type=FAIL", "--exclude=node07"],
     "signal_seconds": 600,
     "max_requeues": 5,
@@ -47,10 +47,10 @@ _CASES = {
 
 
 def _scripts(case: str) -> str:
-    config = PipelineConfig.model_validate({**_PLAIN, "output_dir": "/work/runs/first", **_CASES[case]})
+    config = PipelineConfig.model_validate({**_PLAIN, "output_dir": "/home/me/runs/first", **_CASES[case]})
     parts = tuple(range(config.slurm.cache.num_parts))
     done = Done({"train": parts, "val": (1, 3)}, frozenset(), frozenset(), comparison=False)
-    jobs = plan_jobs(config, Path("/work/runs/first/slurm/config.yaml"), done)
+    jobs = plan_jobs(config, Path("/home/me/runs/first/slurm/config.yaml"), done)
     return "\n".join(
         f"### {job.name}, after ok: {' '.join(job.chained.after_ok)}, after any: {' '.join(job.chained.after_any)}\n"
         + render(job.chained.script, config.slurm, **_PLACES)

@@ -90,7 +90,7 @@ def test_a_setup_line_that_would_take_the_command_with_it_is_refused(line: str) 
 def test_setup_lines_that_people_write_are_taken() -> None:
     check_setup(
         [
-            "source /work/venv/bin/activate",
+            "source /home/me/venv/bin/activate",
             'export HF_HOME="$SCRATCH/hf"',
             "if [ -e x ]; then . x; fi  # as it is",
             'eval "$(conda shell.bash hook)"',
