@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cache.errors import ConfigError
 from pipeline.exit import stop_request
 from pipeline.options import ConfigOption, DryRun, SetOption, job_of, load
+
+if TYPE_CHECKING:
+    from pipeline.config import PipelineConfig
 
 
 def plan(
@@ -42,28 +46,37 @@ def plan(
 
     With --time-limit or --calibrate: how long every job will take (docs/time-limits.md).
     """
-    from cache.errors import ConfigError
+    settings = load(config, overrides)
+    if time_limit is None and not calibrate:
+        print(_survey(settings, split, images_per_second, samples_per_second, as_json=as_json))
+        return
+    if split or images_per_second or samples_per_second:
+        raise ConfigError(
+            "--split, --images-per-second and --samples-per-second do not go with --time-limit and --calibrate, "
+            "which take the whole chain and what was measured",
+            do="leave them out",
+        )
+    from pipeline.progress import Bar
+    from pipeline.time_report import time_report
+
+    steps = calibration_steps if calibrate else None
+    with Bar() as progress:
+        text = time_report(settings, progress, stop_request.install(), limit=time_limit, steps=steps, as_json=as_json)
+    print(text)
+
+
+def _survey(
+    settings: PipelineConfig,
+    splits: list[str] | None,
+    images_per_second: float | None,
+    samples_per_second: float | None,
+    *,
+    as_json: bool,
+) -> str:
     from cache.rates import find_rates
     from cache.survey import survey_splits
     from pipeline.progress import Bar
 
-    settings = load(config, overrides)
-    if time_limit is not None or calibrate:
-        from pipeline.time_report import time_report
-
-        if split or images_per_second or samples_per_second:
-            raise ConfigError(
-                "--split, --images-per-second and --samples-per-second do not go with --time-limit and --calibrate, "
-                "which take the whole chain and what was measured",
-                do="leave them out",
-            )
-        steps = calibration_steps if calibrate else None
-        with Bar() as progress:
-            text = time_report(
-                settings, progress, stop_request.install(), limit=time_limit, steps=steps, as_json=as_json
-            )
-        print(text)
-        return
     rates = find_rates(settings.output_dir, images_per_second=images_per_second, samples_per_second=samples_per_second)
     with Bar() as progress:
         survey = survey_splits(
@@ -71,11 +84,11 @@ def plan(
             settings.data,
             settings.cache,
             target=settings.cache_dir,
-            splits=split or list(settings.data.splits),
+            splits=splits or list(settings.data.splits),
             rates=rates,
             progress=progress,
         )
-    print(json.dumps(survey.figures(), indent=1, ensure_ascii=False) if as_json else survey.describe())
+    return json.dumps(survey.figures(), indent=1, ensure_ascii=False) if as_json else survey.describe()
 
 
 def cache(

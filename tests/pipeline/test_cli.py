@@ -32,7 +32,7 @@ status: --config -c --set -s
 submit: --config -c --dry-run --set -s
 train: --config -c --from-cache --experiment --stage --set -s --dry-run
 verify: --config -c --split --against-live --images --records --adapter --set -s
-"""
+"""  # noqa: E501
 FORMATS = {
     "flat": "train.jsonl",
     "qwen": "qwen_finetune.json",
