@@ -38,7 +38,8 @@ slurm:
 
 ## make soak    the tests that take longer
 soak: $(VENV)/.installed slurm
-	$(BIN)/pytest -n 2 -m soak
+	$(BIN)/pytest -n 2 -m "soak and not alone"
+	$(BIN)/pytest -m alone
 
 ## make docs    write docs/configuration.md from the docstrings of the settings
 docs: $(VENV)/.installed

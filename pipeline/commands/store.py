@@ -147,7 +147,6 @@ def verify(
     overrides: SetOption = None,
 ) -> None:
     """Read everything that is cached and compare it with its checksums; lists what is damaged or missing."""
-    from cache.errors import ConfigError
     from pipeline import cache_verbs
     from pipeline.progress import Bar
     from train.compare import compare_with_live
