@@ -186,7 +186,8 @@ def read_calibration(folder: Path, made_for: dict[str, Any]) -> Trial | None:
     """What an earlier start of the same run chose on the same device."""
     try:
         content = json.loads((folder / CALIBRATION_FILE).read_text(encoding="utf-8"))
-        return Trial(**content["chosen"]) if content["made_for"] == made_for else None
+        same = content["made_for"] == json.loads(json.dumps(made_for))  # JSON knows no tuples
+        return Trial(**content["chosen"]) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a new calibration costs a minute
 

@@ -11,7 +11,15 @@ import torch
 
 from cache.errors import ConfigError
 from cache.vision_tower import VisionTower
-from train.calibrate import Attempts, choose, describe, read_calibration, write_calibration
+from train.calibrate import (
+    Attempts,
+    Trial,
+    choose,
+    describe,
+    read_calibration,
+    slowest_process,
+    write_calibration,
+)
 from train.config import DEFAULT_TOKENS_PER_PACK, TrainConfig
 from train.model import autocast
 from train.step import StepDataset
@@ -61,24 +69,38 @@ def with_rows_that_fit(
         )
     made_for = {**settings, **_circumstances(device, config, world_size)}
     chosen = read_calibration(folder, made_for)
-    if chosen is None:
-        dataset = steps(config)
-        heaviest, tokens = dataset.heaviest_step(epoch=0)
-        attempts = Attempts(
-            model,
-            lambda budget: steps(with_rows(config, budget, gradient_checkpointing=False)),
-            (0, heaviest),
-            device=device,
-            autocast=lambda: autocast(config, device),
-            tower=tower,
-        )
-        trials = choose(tokens, dataset.longest_sample, config.gradient_checkpointing, attempts)
-        chosen = trials[0]
-        # Every process has the same trials: those of the slowest.
-        if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-            write_calibration(folder, made_for, trials)
+    # The processes try together, or none does: a file may be seen by one node and not yet by another.
+    if slowest_process(float(chosen is None), device) or chosen is None:
+        chosen = _calibrate(config, model, steps, folder, made_for, device=device, tower=tower)
     logger.info("calibrated: %s", describe(chosen))
     return with_rows(config, chosen.tokens_per_pack, gradient_checkpointing=chosen.gradient_checkpointing)
+
+
+def _calibrate(
+    config: TrainConfig,
+    model: Any,
+    steps: Callable[[TrainConfig], StepDataset],
+    folder: Path,
+    made_for: dict[str, Any],
+    *,
+    device: torch.device,
+    tower: VisionTower | None,
+) -> Trial:
+    dataset = steps(config)
+    heaviest, tokens = dataset.heaviest_step(epoch=0)
+    attempts = Attempts(
+        model,
+        lambda budget: steps(with_rows(config, budget, gradient_checkpointing=False)),
+        (0, heaviest),
+        device=device,
+        autocast=lambda: autocast(config, device),
+        tower=tower,
+    )
+    trials = choose(tokens, dataset.longest_sample, config.gradient_checkpointing, attempts)
+    # Every process has the same trials: those of the slowest.
+    if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        write_calibration(folder, made_for, trials)
+    return trials[0]
 
 
 def _circumstances(device: torch.device, config: TrainConfig, world_size: int) -> dict[str, Any]:

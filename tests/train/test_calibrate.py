@@ -86,15 +86,15 @@ def test_lengths_begin_with_what_is_needed_and_end_with_a_whole_step(step: int, 
 
 def test_the_choice_is_kept_for_the_same_circumstances_only(tmp_path: Path) -> None:
     trials = choose(40_000, 1500, None, _device(10_000, []))
-    write_calibration(tmp_path, {"device": "A", "seed": 1}, trials)
+    write_calibration(tmp_path, {"device": "A", "seed": (1, 2)}, trials)
 
-    assert read_calibration(tmp_path, {"device": "A", "seed": 1}) == trials[0]
-    assert read_calibration(tmp_path, {"device": "B", "seed": 1}) is None
+    assert read_calibration(tmp_path, {"device": "A", "seed": (1, 2)}) == trials[0]
+    assert read_calibration(tmp_path, {"device": "B", "seed": (1, 2)}) is None
     assert read_calibration(tmp_path / "elsewhere", {}) is None
     content = json.loads((tmp_path / CALIBRATION_FILE).read_text())
     assert [t["seconds"] for t in content["trials"]].count(None) == 2
     (tmp_path / CALIBRATION_FILE).write_text("{")
-    assert read_calibration(tmp_path, {"device": "A", "seed": 1}) is None
+    assert read_calibration(tmp_path, {"device": "A", "seed": (1, 2)}) is None
 
 
 def test_a_trial_reads_as_a_line() -> None:
