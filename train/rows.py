@@ -17,6 +17,7 @@ from train.calibrate import (
     choose,
     describe,
     read_calibration,
+    recomputing,
     slowest_process,
     write_calibration,
 )
@@ -100,6 +101,7 @@ def _calibrate(
     # Every process has the same trials: those of the slowest.
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         write_calibration(folder, made_for, trials)
+    recomputing(model, trials[0].gradient_checkpointing)  # the last trial may have left it otherwise
     return trials[0]
 
 
