@@ -33,7 +33,7 @@ class Layers(torch.nn.Module):
 
 @pytest.fixture
 def settle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[TrainConfig, Layers]]:
-    """Decides on rows where rows of up to 4000 tokens fit as they are, and checkpointing takes most of the time again."""
+    """Decides where rows of up to 4000 tokens fit as they are, and checkpointing takes most of the time again."""
 
     def attempt(self: Attempts, tokens: int, recompute: bool) -> Trial:
         getattr(self._model, f"activation_checkpointing_{'enable' if recompute else 'disable'}")(
