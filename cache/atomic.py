@@ -49,7 +49,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
     """
     _flush(temporary)
     temporary.replace(target)
-    _flush(target.parent)
+    flush_name(target)
 
 
 @contextmanager
@@ -74,6 +74,21 @@ def disk_full(target: Path, what: str = "the disk (or your quota) is full") -> R
         where=str(target),
         do="free some space or move the folder, then run the same command again: it goes on where it was",
     )
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring a folder and everything in it to the disk.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        _flush(path)
+
+
+def flush_name(path: Path) -> None:
+    """Bring the name of a file or folder, just given to it, to the disk."""
+    _flush(path.parent)
 
 
 def _flush(path: Path) -> None:

@@ -183,8 +183,8 @@ def _cache_jobs(settings: PipelineConfig, common: tuple[str, ...], done: Done) -
         command: tuple[Word, ...] = ("pipeline", "cache", *common, "--split", split)
         command = (*command, "--num-parts", str(asks.num_parts), "--part", ARRAY_TASK)
         script = Script(
-            f"cache-{split}",
-            f"The features of the images of split {split}, in {asks.num_parts} parts.",
+            f"cache-{_in_ascii(split)}",
+            f"The features of the images of split {_in_ascii(split)}, in {asks.num_parts} parts.",
             command,
             asks,
             tasks=missing,
@@ -193,6 +193,11 @@ def _cache_jobs(settings: PipelineConfig, common: tuple[str, ...], done: Done) -
         )
         planned.append(PlannedJob(ChainJob(script), split=split))
     return planned
+
+
+def _in_ascii(split: str) -> str:
+    """A split's name for a job's; + is in no name of a split, so no two are alike."""
+    return split if split.isascii() else f"{split.encode('punycode').decode('ascii')}+"
 
 
 def _check(settings: PipelineConfig, common: tuple[str, ...], waits: tuple[str, ...]) -> PlannedJob:
@@ -216,7 +221,8 @@ def _experiment(
     split = eval_split_of(settings)
     if split is not None and (planned or experiment.name not in done.evaluations):
         command = ("pipeline", "eval", *common, "--split", split, *_named(experiment.name, ""))
-        script = Script(eval_name(experiment), f"The evaluation on split {split}.", command, settings.slurm.eval)
+        purpose = f"The evaluation on split {_in_ascii(split)}."
+        script = Script(eval_name(experiment), purpose, command, settings.slurm.eval)
         planned.append(PlannedJob(ChainJob(script, after_ok=(CHECK, before))))
     return planned
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.atomic import write_text
-from cache.errors import DataError
+from cache.errors import ConfigError, DataError
 from pipeline.comparison_picture import draw
 from pipeline.evaluations import METRICS_FILE, evaluation_folder, is_evaluated
 from pipeline.experiments import Experiment, Stage
@@ -67,9 +67,7 @@ def row_of(experiment: Experiment, splits: Sequence[str]) -> Row:
     for stage in experiment.stages:
         lines = _training_lines(stage)
         losses += [(steps + line["step"], float(line["loss"])) for line in lines]
-        if not any(is_finished(job_of(stage.settings, from_cache=cached)) for cached in (True, False)):
-            at = f" (at step {lines[-1]['step']:.0f})" if lines else ""
-            missing.append(f"{stage.name or 'training'} is not finished{at}")
+        missing += _not_finished(stage, lines)
         steps += lines[-1]["step"] if lines else 0
         timed = [line for line in lines if "seconds" in line]
         seconds += sum(line["seconds"] for line in timed)
@@ -97,7 +95,7 @@ def metrics_of(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
 
 def markdown(rows: Sequence[Row], metrics: Sequence[str]) -> str:
     """The table, its columns aligned, and what is missing below it."""
-    head = ["experiment", "stages", *metrics]
+    head = ["experiment", "stages", *map(_in_a_line, metrics)]
     body = [[row.experiment or "-", " > ".join(filter(None, row.stages)) or "-", *_cells(row, metrics)] for row in rows]
     widths = [max(len(line[place]) for line in [head, *body]) for place in range(len(head))]
     ruler = ["-" * width if place < 2 else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
@@ -107,8 +105,13 @@ def markdown(rows: Sequence[Row], metrics: Sequence[str]) -> str:
         + " |"
         for line in [head, ruler, *body]
     ]
-    told = [f"- {row.experiment or 'the run'}: {what}" for row in rows for what in row.missing]
+    told = [f"- {row.experiment or 'the run'}: {_in_a_line(what)}" for row in rows for what in row.missing]
     return "\n".join([*lines, *(["", "Missing:", "", *told] if told else [])])
+
+
+def _in_a_line(text: str) -> str:
+    """Names of metrics hold those of the stages of answers, which come from the data and may be any text."""
+    return " ".join(text.splitlines()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def as_csv(rows: Sequence[Row], metrics: Sequence[str]) -> str:
@@ -150,6 +153,17 @@ def _scores(stage: Stage, split: str, missing: list[str]) -> dict[str, float]:
         return {}
     scores = _json(file, file.read_text(encoding="utf-8"))
     return {f"{split} {name}": float(value) for name, value in scores.items()}
+
+
+def _not_finished(stage: Stage, lines: Sequence[dict[str, Any]]) -> list[str]:
+    name = stage.name or "training"
+    try:
+        if any(is_finished(job_of(stage.settings, from_cache=cached)) for cached in (True, False)):
+            return []
+    except ConfigError as error:
+        return [f"whether {name} is finished: {error.where} {error.what}"]
+    at = f" (at step {lines[-1]['step']:.0f})" if lines else ""
+    return [f"{name} is not finished{at}"]
 
 
 def _training_lines(stage: Stage) -> list[dict[str, Any]]:

@@ -114,7 +114,10 @@ def _options(stage: Stage, config: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _is_trained(stage: Stage) -> bool:
-    return is_finished(job_of(stage.settings, from_cache=True))
+    try:
+        return is_finished(job_of(stage.settings, from_cache=True))
+    except ConfigError:
+        return False  # run.json is damaged: its own training says so, and the other experiments need not wait for that
 
 
 def _samples(stage: Stage, rows: dict[str, float]) -> float:

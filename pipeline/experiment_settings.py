@@ -11,8 +11,11 @@ from cache.config import Section
 
 Overrides = dict[str, Any]
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9_-])?")
-# What stands beside the experiments in output_dir.
-_TAKEN = {"adapter", "features", "jobs", "log", "logs", "runs", "scripts", "slurm"}
+# What stands beside the experiments in output_dir, in small letters: some disks do not tell them apart.
+_TAKEN = {"adapter", "features", "jobs", "log", "logs", "runs", "scripts", "slurm", "times"}
+_TAKEN |= {"calibration.json", "config.yaml", "metrics.jsonl", "run.json", "time_calibration.json", "train.log"}
+_TAKEN_BEGINNINGS = ("adapter.", "cache-", "checkpoint-", "comparison.", "eval-")
+_TAKEN_ENDS = (".rejected.jsonl",)
 
 
 class StageConfig(Section):
@@ -78,11 +81,15 @@ def check_names(kind: str, named: dict[str, Any]) -> None:
                 f"the {kind} name {name!r} may hold letters, digits, -, _ and . only, begin with a letter or digit and "
                 "be 64 long at most (it becomes a folder)"
             )
-        if name.lower() in _TAKEN or name.startswith(("checkpoint-", "eval-", "cache-")):
+        if _is_taken(name.lower()):
             raise ValueError(f"the {kind} name {name!r} is that of another file or folder in output_dir")
         if name.lower() in seen:
             raise ValueError(f"the {kind} names {seen[name.lower()]!r} and {name!r} differ by case only")
         seen[name.lower()] = name
+
+
+def _is_taken(name: str) -> bool:
+    return name in _TAKEN or name.startswith(_TAKEN_BEGINNINGS) or name.endswith(_TAKEN_ENDS)
 
 
 def with_stage_splits(raw: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -28,7 +29,31 @@ _OURS = (
     "wait",
     "wrap",
 )
-_SHORT = {"a": "array", "d": "dependency", "D": "chdir", "e": "error", "J": "job-name", "n": "ntasks", "o": "output"}
+_JOBS = ("cache", "train", "eval", "light")
+_TIME, _GPUS = (" or ".join(f"slurm.{job}.{name}" for job in _JOBS) for name in ("time", "gpus"))
+_SETTINGS = {
+    "account": "slurm.account",
+    "constraint": "slurm.constraint",
+    "cpus-per-gpu": "slurm.cpus_per_task",
+    "cpus-per-task": "slurm.cpus_per_task",
+    "gpus": _GPUS,
+    "gpus-per-node": _GPUS,
+    "gpus-per-socket": _GPUS,
+    "gpus-per-task": _GPUS,
+    "gres": _GPUS,
+    "mem": "slurm.mem",
+    "mem-per-cpu": "slurm.mem",
+    "mem-per-gpu": "slurm.mem",
+    "nodes": "slurm.train.nodes",
+    "partition": "slurm.partition",
+    "qos": "slurm.qos",
+    "time": _TIME,
+}
+_SHORT = {
+    **{"a": "array", "d": "dependency", "D": "chdir", "e": "error", "J": "job-name", "n": "ntasks", "o": "output"},
+    **{"A": "account", "C": "constraint", "c": "cpus-per-task", "G": "gpus", "N": "nodes", "p": "partition"},
+    **{"q": "qos", "t": "time", "W": "wait"},
+}
 
 
 def _option_value(value: str) -> str:
@@ -37,6 +62,23 @@ def _option_value(value: str) -> str:
     if any(not char.isprintable() for char in value) or "\\" in value:
         raise ValueError("cannot stand in an #SBATCH line: no line breaks, control characters or backslashes there")
     return value
+
+
+def _option_name(line: str) -> str:
+    """The long name, without dashes, of the one option in an #SBATCH line; of a short one that is not ours, `-x`."""
+    try:
+        words = shlex.split(line)  # as sbatch does, which would take several options from one line
+    except ValueError:
+        words = []
+    if len(words) == 1 and (found := re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", words[0])):
+        return found[1]
+    # Not -xVALUE: sbatch reads -Hd as -H and -d.
+    if words and re.fullmatch(r"-[A-Za-z]", words[0]) and not any(word.startswith("-") for word in words[1:]):
+        if len(words) <= 2:
+            return _SHORT.get(words[0][1], words[0])
+    raise ValueError(
+        f"{line!r} is not one option of sbatch: write it as in --mail-type=FAIL, each as an item of its own"
+    )
 
 
 def _script_line(value: str) -> str:
@@ -141,7 +183,8 @@ class SlurmConfig(Section):
     setup: tuple[ScriptLine, ...] = ()
     """Lines of bash run in every job before its command, e.g. `[source /home/me/venv/bin/activate]`."""
     sbatch: tuple[OptionValue, ...] = ()
-    """More options for every job, e.g. `["--mail-type=FAIL", "--exclude=node07"]`."""
+    """More options for every job, one an item, e.g. `["--mail-type=FAIL", "--exclude=node07"]`; none that has a
+    setting here."""
     signal_seconds: int = Field(default=300, ge=1, le=65535)
     """How long before its time limit a job is told to stop: long enough for a step, an evaluation and a checkpoint. It
     then goes back into the queue and goes on from there."""
@@ -163,13 +206,13 @@ class SlurmConfig(Section):
     @classmethod
     def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for line in value:
-            found = re.match(r"--([a-z][a-z0-9-]*)(=|$)|-([A-Za-z])", line)
-            if found is None:
-                raise ValueError(f"{line!r} is no option of sbatch: write it as in --mail-type=FAIL")
-            name = found[1] or _SHORT.get(found[3], found[3])
+            name = _option_name(line)
             # sbatch takes shortened names as well.
-            if any(ours == name or (len(name) > 2 and ours.startswith(name)) for ours in _OURS):
+            if any(ours.startswith(name) for ours in _OURS):
                 raise ValueError(f"{line!r}: the chain sets --{name} itself")
+            for option, setting in _SETTINGS.items():
+                if option.startswith(name):
+                    raise ValueError(f"{line!r}: set {setting} instead")
         return value
 
     @model_validator(mode="after")

@@ -81,11 +81,11 @@ def choose(tokens_in_step: int, longest_sample: int, checkpointing: bool | None,
 
 
 def lengths(tokens_in_step: int, longest_sample: int) -> list[int]:
-    """Row lengths worth trying, from the shortest to the first that holds a whole step."""
+    """Row lengths worth trying, from the shortest to that of a whole step: never one that the step could not fill."""
     tokens = max(SHORTEST, longest_sample)
     tried = [tokens]
     while tokens < tokens_in_step:
-        tokens = int(tokens * GROWTH)
+        tokens = min(int(tokens * GROWTH), tokens_in_step)
         tried.append(tokens)
     return tried
 
@@ -130,7 +130,11 @@ class Attempts:
     def _measure(self, step: Step) -> tuple[float, int]:
         try:
             times = [self._run(step) for _ in range(1 + self._repeats)]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ResourceError):  # the latter where the tower runs
+            return math.inf, 0
+        except RuntimeError as error:
+            if "ALLOC_FAILED" not in str(error):  # cuBLAS's own word for it
+                raise
             return math.inf, 0
         peak = torch.cuda.max_memory_allocated(self._device) + self._optimizer_bytes()
         total = torch.cuda.get_device_properties(self._device).total_memory

@@ -141,6 +141,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _quantized_base_is_whole(self) -> TrainConfig:
+        if self.quantization == "fp8" and self.precision == "fp32":
+            raise ValueError("quantization: fp8 gives its products in bf16 or fp16; set precision to one of them")
         if self.fsdp != "none" and self.quantization != "none":
             raise ValueError(
                 f"fsdp: {self.fsdp} cannot divide a base in {self.quantization}; use one of them, not both"

@@ -14,6 +14,7 @@ from cache.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
+_LEAST_SHARE = 0.9  # of the weights; below it there would be little FP8 about it
 _MULTIPLE = 16  # what the product asks of both widths of a weight
 
 
@@ -38,8 +39,19 @@ def to_fp8(model: torch.nn.Module) -> None:
     """Replace every linear layer below `model` by its FP8 form, in place, one after another.
 
     Raises:
-        ConfigError: a layer's widths are no multiples of 16.
+        ConfigError: a layer's widths are no multiples of 16, or many weights are in no linear layer (mixture of
+            experts).
     """
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    covered = sum(layer.weight.numel() for layer in layers)
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    whole = sum(p.numel() for p in model.parameters()) - sum(e.weight.numel() for e in embeddings)
+    if covered < _LEAST_SHARE * whole:
+        raise ConfigError(
+            f"train.quantization: fp8 covers linear layers, which hold only {covered / whole:.0%} of this model's "
+            "weights; a mixture of experts keeps the others elsewhere",
+            do="set train.quantization: none or nf4",
+        )
     for name, module in list(model.named_modules()):
         if type(module) is not torch.nn.Linear:
             continue

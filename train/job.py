@@ -36,6 +36,11 @@ _FREE = {
     "eval_split",
 }
 
+# What decides which records are learned, and which of their text.
+_DATA = ("format", "stage_format", "max_length", "on_bad_record")
+# What decides an image's features.
+_CACHE = ("dtype", "min_pixels", "max_pixels", "tower", "attn_implementation", "patches_per_batch")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -61,14 +66,17 @@ class Job:
         train = {k: v for k, v in self.train.model_dump(mode="json").items() if k not in _FREE}
         lora = train.pop("lora")
         del train["adapter"]
+        split = self.data.splits.get(self.train.split)
         # By content: a stage before that was trained again makes this one another run.
         start = {"train.adapter": adapter_digest(self.train.adapter)} if self.train.adapter is not None else {}
         return {
             "model": self.model.name_or_path,
             "revision": self.model.revision,
             "from_cache": self.from_cache,
-            "data.train": self.data.splits[self.train.split].path if self.train.split in self.data.splits else None,
-            **{f"cache.{k}": getattr(self.cache, k) for k in ("dtype", "min_pixels", "max_pixels")},
+            "data.train": split.path if split is not None else None,
+            "data.train.hub_split": split.hub_split if split is not None else None,
+            **{f"data.{k}": getattr(self.data, k) for k in _DATA},
+            **{f"cache.{k}": getattr(self.cache, k) for k in _CACHE},
             "cache.storage_dtype": self._storage_dtype(),
             **{f"train.{k}": v for k, v in train.items()},
             **start,

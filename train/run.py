@@ -27,7 +27,7 @@ from train.model import autocast, load_language_model, prepare_for_training, tra
 from train.rows import with_rows_that_fit
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, save_folder, write_run
 from train.step import StepDataset
-from train.stopping import AskedOfAny, StoppableProgress, leave_processes, stopped_before_training
+from train.stopping import AskedOfAny, leave_processes, stopped_before_training
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -53,7 +53,7 @@ def run_training(
         StoppedError: `should_stop` said so; unless that was before the first step, a checkpoint was written.
     """
     try:
-        adapter = _run(job, StoppableProgress(progress, should_stop), should_stop, resolved_config)
+        adapter = _run(job, progress, should_stop, resolved_config)
     except StoppedError:
         leave_processes()
         raise
@@ -69,11 +69,11 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
     if job.train.adapter is not None:
         require_adapter(job.train.adapter, "train the stage before first, or set train.adapter to an adapter's folder")
     arguments = training_arguments(job.train, job.output_dir, evaluate=evaluate)
+    asked = AskedOfAny(should_stop)
     checkpoint = open_run(job.output_dir, job.settings(), resume=job.train.resume)
     if resolved_config is not None and arguments.process_index == 0:
         write_text(job.output_dir / CONFIG_FILE, resolved_config)
-    data = _read(job, arguments, progress, evaluate=evaluate)
-    asked = AskedOfAny(should_stop)
+    data = asked.prepare(lambda stoppable: _read(job, arguments, stoppable, evaluate=evaluate), progress)
     trainer = _make_trainer(job, data, arguments, StopWhenAsked(asked))
     if asked():
         raise stopped_before_training()

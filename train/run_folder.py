@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from cache.atomic import write_text
+from cache.atomic import flush_folder, flush_name, write_text
 from cache.errors import ConfigError
 
 ADAPTER, METRICS_FILE, RUN_FILE, CONFIG_FILE = "adapter", "metrics.jsonl", "run.json", "config.yaml"
@@ -89,6 +89,7 @@ def save_folder(target: Path, save: Callable[[Path], None]) -> None:
     aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         save(aside)
+        flush_folder(aside)
         if target.exists():
             old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
             target.rename(old)
@@ -96,6 +97,7 @@ def save_folder(target: Path, save: Callable[[Path], None]) -> None:
             shutil.rmtree(old)
         else:
             aside.rename(target)
+        flush_name(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -119,11 +119,20 @@ class StepDataset(Dataset[Step]):
 
     def heaviest_step(self, epoch: int) -> tuple[int, int]:
         """The step of an epoch with most tokens, and how many of them a process has at most (shared ones once)."""
-        heaviest = max(
-            range(len(self)), key=lambda step: sum(self._samples[i].num_tokens for i in self.indices(epoch, step))
-        )
+        heaviest = max(range(len(self)), key=lambda step: self._distinct_tokens(self.indices(epoch, step)))
         costs = self._costs([self._samples[i] for i in self.indices(epoch, heaviest)])[2]
         return heaviest, max(length_of(costs, share) for share in balanced_shares(costs, self._world_size))
+
+    def _distinct_tokens(self, indices: Sequence[int]) -> int:
+        """About what samples take in rows: all text, and each image once where prefixes are shared."""
+        text = 0
+        images: dict[Any, int] = {}
+        for index in indices:
+            sample = self._samples[index]
+            sizes = {image.key: num_image_tokens(image.grid, self._model["merge_size"]) for image in sample.images}
+            images |= sizes if self._share else {(index, key): size for key, size in sizes.items()}
+            text += sample.num_tokens - sum(sizes.values())
+        return text + sum(images.values())
 
     def tokens_in_step(self, epoch: int, step: int) -> int:
         """Tokens that the process with most of them computes in a step: each row's shared prefixes once."""

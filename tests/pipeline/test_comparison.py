@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,18 @@ def test_columns_are_those_of_all_rows() -> None:
     assert metrics[:3] == ["val loss", "val loss_observe", "val point_accuracy"]
     assert "| a          | -      |   1.0000 |           2.0000 |            missing |" in markdown(rows, metrics)
     assert as_csv(rows, metrics).splitlines()[2].startswith("b,,1.5,,0.5,")
+
+
+def test_no_name_of_a_stage_of_answers_breaks_the_table() -> None:
+    metric = "val loss_a|b\\|c\nd"
+    row = Row("x", ("",), {metric: 1.0}, [], (f"its evaluation has no {metric}",))
+
+    lines = markdown([row], metrics_of([row], [])).splitlines()
+
+    assert len(lines) == 3 + 3
+    assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines[:3]] == [8, 8, 8]
+    assert r"val loss_a\|b\\\|c d" in lines[0]
+    assert lines[-1] == r"- x: its evaluation has no val loss_a\|b\\\|c d"
 
 
 @pytest.mark.parametrize("name", ["<b>", 'a "quote"', "a|b", "x" * 64])

@@ -31,6 +31,12 @@ TWO: dict[str, Any] = {
         },
     },
 }
+# What verbs write into output_dir.
+TAKEN = [
+    *("times", "Times", "calibration.json", "time_calibration.json", "config.yaml", "run.json", "Metrics.jsonl"),
+    *("comparison.md", "Comparison.csv", "comparison.svg", "train.log", "EVAL-val", "Cache-train.json"),
+    *("adapter.old-1", "train.rejected.jsonl"),
+]
 
 
 @pytest.fixture
@@ -166,6 +172,8 @@ def test_overrides_of_the_command_line_reach_into_stages(write: Callable[..., Pa
         ({"x" * 65: None}, "may hold letters, digits"),
         ({"features": None}, "the experiment name 'features' is that of another file or folder in output_dir"),
         ({"checkpoint-3": None}, "the experiment name 'checkpoint-3' is that of another"),
+        *(({name: None}, f"the experiment name {name!r} is that of another") for name in TAKEN),
+        ({".time-calibration": None}, "the experiment name '.time-calibration' may hold"),
         ({"A": None, "a": None}, "the experiment names 'A' and 'a' differ by case only"),
     ],
 )

@@ -162,6 +162,24 @@ def test_what_is_not_there_is_refused_before_anything_starts(
     run("experiments", "--config", file, "--gpus", "3", *on_gpu).check_refusal(2, "--gpus 3: 2 GPUs are visible here")
 
 
+def test_a_damaged_run_file_is_told_by_its_own_training_and_stops_no_other(
+    run: Callable[..., Any], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    damaged = tmp_path / "run" / "broken" / "run.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text('{"settings"')
+    mended = "experiments.broken.train.split=train"
+
+    done = run("experiments", "--config", file, "--experiment=broken", "--experiment=plain", "--set", mended)
+
+    done.check_refusal(
+        2, "1 of 2 experiments failed:", "broken train (exit code 2); the end of ", f"{damaged}: is damaged"
+    )
+    assert f"broken: whether training is finished: {damaged} is damaged" in done.out
+    assert (tmp_path / "run" / "plain" / "eval-val" / "metrics.json").exists()
+
+
 @pytest.mark.parametrize(
     ("visible", "there", "count", "expected"),
     [

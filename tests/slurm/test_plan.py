@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from cache.errors import ConfigError
 from pipeline.chain import Done, PlannedJob, Queued, plan_jobs, splits_of, to_submit
 from pipeline.config import PipelineConfig
+from slurm.sbatch import render
 
 NOTHING = Done({"train": (0, 1, 2, 3), "val": (0, 1, 2, 3)}, frozenset(), frozenset(), comparison=False)
 STAGES = {"a": {"stages": {"first": {}, "second": {}}}, "b": {}}
@@ -49,6 +51,20 @@ def test_no_two_jobs_have_one_name() -> None:
     experiments = {"a": {"stages": {"b-c": {}}}, "a-b": {"stages": {"c": {}}}, "a-b-c": {}}
     names = _names(_plan(_config(experiments=experiments), NOTHING))
     assert len(names) == len(set(names))
+
+
+def test_splits_of_any_letters_have_jobs_whose_names_slurm_takes() -> None:
+    splits = {"prüfung": "t.jsonl", "prfung-kva": "u.jsonl", "val": "v.jsonl", "試験": "w.jsonl"}
+    experiments = {name: {"train": {"split": split}} for name, split in zip("abc", splits, strict=False)}
+    config = _config(data={"splits": splits}, experiments=experiments, train={"eval_split": "試験"})
+    planned = _plan(config, replace(NOTHING, missing_parts=dict.fromkeys(splits, (0,))))
+
+    assert len(set(_names(planned))) == len(planned)
+    places = {"logs": Path("/logs"), "workdir": Path("/work"), "path": Path("/bin")}
+    texts = [render(job.chained.script, config.slurm, **places) for job in planned]
+    assert "--job-name=cache-prfung-kva+\n" in texts[0]
+    assert "--split 'prüfung'" in texts[0]
+    assert "--job-name=cache-prfung-kva\n" in texts[1]
 
 
 def test_only_parts_that_are_not_queued_are_submitted_and_those_behind_them_anew() -> None:

@@ -13,6 +13,7 @@ import slurm
 from cache.errors import ConfigError
 from pipeline.config import PipelineConfig, load_config
 from slurm.chain import check_setup
+from slurm.config import SlurmConfig
 from slurm.environment import OwnJob, without_job
 from slurm.errors import SlurmError
 from slurm.times import parse_time, slurm_time
@@ -65,10 +66,39 @@ def test_what_is_no_time(text: str) -> None:
         ("{mem: lots}", "slurm.mem: must be a size such as 64G"),
         ("{setup: ['echo a\\']}", "slurm.setup: must be one whole line of bash"),
         ('{setup: ["a\\nb"]}', "slurm.setup: must be one whole line of bash"),
-        ("{sbatch: [mail-type=END]}", "is no option of sbatch"),
+        ("{sbatch: [mail-type=END]}", "is not one option of sbatch"),
         ("{sbatch: [--output=x]}", "the chain sets --output itself"),
         ("{sbatch: ['-d afterok:1']}", "the chain sets --dependency itself"),
         ("{sbatch: [--depend=singleton]}", "the chain sets --depend itself"),
+        ("{sbatch: [--ar=0-9]}", "the chain sets --ar itself"),
+        ("{sbatch: [-W]}", "the chain sets --wait itself"),
+        (
+            "{sbatch: ['--exclusive --array=0-9']}",
+            "is not one option of sbatch: write it as in --mail-type=FAIL, each as",
+        ),
+        ("{sbatch: [\"--comment='a' --output=x\"]}", "is not one option of sbatch"),
+        ("{sbatch: ['-x node07 -d afterok:1']}", "is not one option of sbatch"),
+        ("{sbatch: ['-H -dafterok:1']}", "is not one option of sbatch"),
+        ("{sbatch: [-Hd]}", "is not one option of sbatch"),
+        ("{sbatch: ['--exclude node07']}", "is not one option of sbatch"),
+        ('{sbatch: ["--comment=\'a"]}', "is not one option of sbatch"),
+        ("{sbatch: [' ']}", "is not one option of sbatch"),
+        ("{sbatch: [\"'--output=x'\"]}", "the chain sets --output itself"),
+        (
+            "{sbatch: [--time=9h]}",
+            "'--time=9h': set slurm.cache.time or slurm.train.time or slurm.eval.time or slurm.light",
+        ),
+        ("{sbatch: ['-t 9']}", "set slurm.cache.time"),
+        ("{sbatch: ['--gres=gpu:a100:2']}", "set slurm.cache.gpus or slurm.train.gpus"),
+        ("{sbatch: [--gpus-per-node=2]}", "set slurm.cache.gpus"),
+        ("{sbatch: ['-G 2']}", "set slurm.cache.gpus"),
+        ("{sbatch: ['-N 2']}", "set slurm.train.nodes instead"),
+        ("{sbatch: [--mem-per-cpu=2G]}", "set slurm.mem instead"),
+        ("{sbatch: ['-c 2']}", "set slurm.cpus_per_task instead"),
+        ("{sbatch: [--part=gpu]}", "set slurm.partition instead"),
+        ("{sbatch: ['-A lab']}", "set slurm.account instead"),
+        ("{sbatch: [--qo=long]}", "set slurm.qos instead"),
+        ("{sbatch: ['-C a100']}", "set slurm.constraint instead"),
         ('{sbatch: ["--comment=a\\n#SBATCH --array=0-9"]}', "slurm.sbatch: cannot stand in an #SBATCH line"),
         ("{train: {time: 4m}}", "signal_seconds 300 is no shorter than train.time 4m"),
         ("{cache: {num_parts: 0}}", "slurm.cache.num_parts: must be greater than 0"),
@@ -79,6 +109,22 @@ def test_settings_that_cannot_be(tmp_path: Path, slurm: str, message: str) -> No
     with pytest.raises(ConfigError) as error:
         _load(tmp_path, slurm)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--exclusive",
+        "-H",
+        "-x node07",
+        "--comment='a b'",
+        '--comment="a --array=0"',
+        "--time-min=1:00",
+        "--mem-bind=local",
+    ],
+)
+def test_options_that_have_no_setting_are_taken(option: str) -> None:
+    assert SlurmConfig(sbatch=(option,)).sbatch == (option,)
 
 
 @pytest.mark.parametrize("line", ["echo 'a", 'echo "a', "cat <<EOF", "if true; then", "f() {", "echo $(", "}"])

@@ -44,7 +44,7 @@ def test_the_longest_row_that_fits_wins_when_longer_is_faster() -> None:
 
     assert (best.tokens_per_pack, best.gradient_checkpointing) == (6912, False)
     assert [r for t, r in tried].count(False) == 5  # up to the first that does not fit
-    assert max(t for t, r in tried if r) == 52_488  # the first that holds the whole step
+    assert max(t for t, r in tried if r) == 40_000  # the whole step
 
 
 def test_checkpointing_is_taken_where_it_is_the_only_way_or_the_faster() -> None:
@@ -58,7 +58,7 @@ def test_a_whole_step_in_one_row_needs_no_trial_with_checkpointing() -> None:
 
     choose(3000, 500, None, _device(10**6, tried))
 
-    assert tried == [(2048, False), (3072, False)]
+    assert tried == [(2048, False), (3000, False)]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -80,7 +80,7 @@ def test_lengths_begin_with_what_is_needed_and_end_with_a_whole_step(step: int, 
 
     assert tried[0] == max(SHORTEST, longest)
     assert all(a < b for a, b in itertools.pairwise(tried))
-    assert tried[-1] >= step
+    assert tried[-1] == max(step, tried[0])
     assert all(tokens < step for tokens in tried[:-1])
 
 
@@ -92,7 +92,7 @@ def test_the_choice_is_kept_for_the_same_circumstances_only(tmp_path: Path) -> N
     assert read_calibration(tmp_path, {"device": "B", "seed": (1, 2)}) is None
     assert read_calibration(tmp_path / "elsewhere", {}) is None
     content = json.loads((tmp_path / CALIBRATION_FILE).read_text())
-    assert [t["seconds"] for t in content["trials"]].count(None) == 2
+    assert [t["seconds"] for t in content["trials"]].count(None) == 1
     (tmp_path / CALIBRATION_FILE).write_text("{")
     assert read_calibration(tmp_path, {"device": "A", "seed": (1, 2)}) is None
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.config import ModelConfig
 from cache.errors import ConfigError
+from train.config import TrainConfig
 from train.fp8 import FP8, Fp8Linear, rows_to_fp8, to_fp8
+from train.model import load_language_model
 
 from .conftest import Run
 
@@ -132,3 +136,15 @@ def test_training_on_an_fp8_base_is_near_the_exact_one(run_cached: Callable[...,
     assert list(fp8.losses().values()) == pytest.approx(list(exact.losses().values()), rel=0.02)
     assert fp8.losses() != exact.losses()
     assert fp8.adapter().keys() == exact.adapter().keys()
+
+
+def test_a_mixture_of_experts_is_refused(tiny_moe: Path) -> None:
+    config = TrainConfig(quantization="fp8", precision="bf16")
+
+    with pytest.raises(ConfigError, match="covers linear layers, which hold only"):
+        load_language_model(ModelConfig(name_or_path=str(tiny_moe)), config, torch.device("cpu"))
+
+
+def test_full_precision_beside_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="gives its products in bf16 or fp16"):
+        TrainConfig(quantization="fp8", precision="fp32")

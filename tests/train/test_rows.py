@@ -97,7 +97,7 @@ def test_checkpointing_that_is_asked_for_is_the_only_way_tried(
     config, model = settle(TrainConfig(gradient_checkpointing=True))
 
     assert (config.gradient_checkpointing, model.recomputes) == (True, True)
-    assert config.tokens_per_pack == 23328
+    assert config.tokens_per_pack == 20_000
 
 
 def test_a_divided_model_needs_a_number(settle: Callable[..., tuple[TrainConfig, Layers]]) -> None:

@@ -6,16 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cache.config import ModelConfig
 from cache.errors import ConfigError, StoppedError
+from pipeline.config import PipelineConfig
 from train.config import TrainConfig
 from train.model import load_language_model
 
-from .conftest import Run
+from .conftest import Run, job_of
 
 SETTINGS = {"effective_batch_size": 5, "num_train_epochs": 2, "learning_rate": 3e-3}
 STEPS = 16  # 37 rows in steps of 5, two epochs
@@ -145,3 +147,18 @@ def test_qlora_quantizes_the_language_model_and_learns(run_cached: Callable[...,
     assert len(kinds) == 4 * 7
     assert set(kinds.values()) == {"Linear4bit"}
     assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_settings_of_the_data_belong_to_the_run(
+    data_dir: Path, make_config: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
+    path = str(data_dir / "train.jsonl")
+
+    def settings(**data: object) -> dict[str, Any]:
+        config = make_config({"train": path}, output_dir=str(tmp_path))
+        return job_of(config.model_copy(update={"data": config.data.model_copy(update=data)})).settings()
+
+    assert settings() == settings(max_bad_share=0.5)
+    assert settings() != settings(stage_format="## {stage}\n{target}")
+    assert settings() != settings(max_length=100)
+    assert settings() != settings(on_bad_record="report")

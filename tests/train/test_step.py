@@ -94,3 +94,28 @@ def test_rows_for_a_gpu_take_two_blocks_at_least_and_filling_sees_nothing() -> N
         assert bool(filling[start:].all())
         assert int(pack.visible_until[:start].max()) <= start
         assert int(pack.target_positions.max()) < start
+
+
+def test_the_heaviest_step_is_the_one_with_most_to_compute() -> None:
+    def sample(image: str, side: int, words: int) -> Sample:
+        ids = np.concatenate([[IMAGE_TOKEN], np.full(words, 7)]).astype(np.int32)
+        weights = np.concatenate([np.zeros(1), np.ones(words)]).astype(np.float32)
+        shown = SampleImage(image, (1, side, side), ImageRef(image))
+        return make_sample(EncodedText(ids, weights, ()), (shown,), merge_size=MERGE, source="drawn")
+
+    # Four questions on one image of 900 tokens, then one on each of four with 400: the first hold more tokens each.
+    samples = [sample("one", 60, 5 + n) for n in range(4)] + [sample(f"{n}", 40, 5) for n in range(4)]
+    steps = StepDataset(
+        samples,
+        _NoFeatures(),
+        effective_batch_size=4,
+        tokens_per_pack=10**6,
+        image_token_id=IMAGE_TOKEN,
+        merge_size=MERGE,
+        seed=None,
+    )
+
+    number, tokens = steps.heaviest_step(epoch=0)
+
+    assert (number, tokens) == (1, 4 * 405)
+    assert tokens == steps.tokens_in_step(0, 1) > steps.tokens_in_step(0, 0)

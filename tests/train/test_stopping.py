@@ -62,3 +62,41 @@ def test_a_stop_while_the_model_is_loaded_begins_no_step(config: PipelineConfig,
         run_training(job_of(config, from_cache=from_cache), told, should_stop)
     assert [line for line in told.lines if line.startswith("start")][-1] == "start tokenizing train"
     assert not (config.output_dir / "metrics.jsonl").exists()
+
+
+# What the two processes do when asked to prepare: process 1 takes its time, process 0 is soon through.
+PREPARING = """
+import os, sys, time
+from datetime import timedelta
+from torch import distributed
+from cache.errors import DataError
+from cache.progress import Silent
+from pipeline.exit import exit_code_of, stop_request
+from train.stopping import AskedOfAny, leave_processes
+
+rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+
+def work(progress):
+    open(f"{folder}/{rank}.began", "w").close()
+    progress.start("tokenizing", 600, "records")
+    for _ in range(600 if rank else 0):
+        time.sleep(0.1)
+        progress.advance()
+        if what == "fail":
+            raise DataError("a bad record", do="mend it")
+    progress.finish()
+    if what == "killed" and rank == 0:
+        os._exit(9)
+
+
+def prepare():
+    AskedOfAny(stop_request).prepare(work, Silent())
+
+
+stop_request.install()
+distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+code = exit_code_of(prepare)
+leave_processes()
+sys.exit(code)
+"""
