@@ -66,7 +66,7 @@ def stage(
     if copies:
         staging.copy(progress)
     else:
-        _wait_for(staging.is_complete, staging.folder, patience)
+        _wait_for(staging.is_complete, staging.folder, patience, progress)
     return FeatureCache(staging.folder, verify_checksums=verify_checksums)
 
 
@@ -211,7 +211,7 @@ class _Staging:
         return not check_entries(shard, self.shard_format, index.entries)[1]
 
 
-def _wait_for(done: Callable[[], bool], folder: Path, patience: float) -> None:
+def _wait_for(done: Callable[[], bool], folder: Path, patience: float, progress: Progress) -> None:
     """Wait for the process that copies.
 
     Raises:
@@ -228,6 +228,7 @@ def _wait_for(done: Callable[[], bool], folder: Path, patience: float) -> None:
                 where=str(folder),
                 do="look at the log of the node's process 0, which copies; then start again: it goes on where it was",
             )
+        progress.advance(0)  # one that can end the work does so here
         time.sleep(POLL_SECONDS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -97,6 +97,19 @@ class ChainFolder:
         """Write jobs.json."""
         write_text(self._jobs, chain.model_dump_json(indent=1))
 
+    def kept(self) -> dict[Path, str | None]:
+        """jobs.json and config.yaml as they are now; None for one that is not there."""
+        files = (self._jobs, self.config)
+        return {file: file.read_text(encoding="utf-8") if file.exists() else None for file in files}
+
+    def put_back(self, kept: Mapping[Path, str | None]) -> None:
+        """Make jobs.json and config.yaml what they were."""
+        for file, text in kept.items():
+            if text is None:
+                file.unlink(missing_ok=True)
+            else:
+                write_text(file, text)
+
     @contextmanager
     def submitting(self) -> Iterator[None]:
         """Make the folders, and keep another `pipeline submit` out meanwhile.
@@ -121,15 +134,20 @@ def snapshot(settings: PipelineConfig) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
 
 
-def differences(before: str, now: str) -> list[str]:
-    """What differs between two snapshots, a line a setting."""
+def differences(before: str, now: str) -> dict[str, str]:
+    """What differs between two snapshots: key of the setting -> a line about it."""
     there, here = (_flat(yaml.safe_load(text)) for text in (before, now))
     keys = sorted(there.keys() | here.keys())
-    return [
-        f"{key}: {there.get(key, 'not set')!r} there, {here.get(key, 'not set')!r} now"
+    return {
+        key: f"{key}: {there.get(key, 'not set')!r} there, {here.get(key, 'not set')!r} now"
         for key in keys
         if there.get(key) != here.get(key)
-    ]
+    }
+
+
+def only_for_new_jobs(key: str) -> bool:
+    """Whether a setting is written into a job's script and nothing else, so that jobs with several values agree."""
+    return key.startswith("slurm.") and key not in ("slurm.cache.num_parts", "slurm.experiments")
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:

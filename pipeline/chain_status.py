@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.chain_progress import PartsProgress, StageProgress, committed_images, parts_progress, stage_progress
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob
-from pipeline.chain_submit import look
+from pipeline.chain_submit import kind_of, look
 from pipeline.config import PipelineConfig
 from slurm.client import RUNNING, JobInfo, SlurmClient
 
@@ -25,6 +25,7 @@ _REASONS = {
     "JobHeldAdmin": "held by those who run the cluster",
     "JobHeldUser": "held; `scontrol release` lets it go",
     "NonZeroExitCode": "its command failed",
+    "OutOfMemory": "it used more memory than it asked for",
     "PartitionTimeLimit": "asks for more time than the partition allows",
     "Priority": "other jobs have priority",
     "QOSMaxGRESPerUser": "as many GPUs as your quality of service allows are in use",
@@ -64,7 +65,7 @@ def _job_lines(
     lines += [f"    {line}" for line in _progress(settings, chain, job, infos)]
     for info in infos:
         if not info.active and info.state != "COMPLETED":
-            lines += [f"    {line}" for line in _failure(folder, job, info)]
+            lines += [f"    {line}" for line in failure_lines(settings, folder, job, info)]
     return lines
 
 
@@ -80,11 +81,17 @@ def _state(infos: Sequence[JobInfo]) -> str:
     return f"{text}  ({'; '.join(notes)})" if notes else text
 
 
-def _failure(folder: ChainFolder, job: SubmittedJob, info: JobInfo) -> list[str]:
+def failure_lines(settings: PipelineConfig, folder: ChainFolder, job: SubmittedJob, info: JobInfo) -> list[str]:
+    """Why a job or task ended, what to do where that is known, and the end of its log."""
     why = _REASONS.get(info.reason, info.reason)
     ending = ", ".join(part for part in (f"exit code {info.exit_code}" if info.exit_code else "", why) if part)
     log = folder.log(job, info.task)
     lines = [f"{info.name} {info.state}{f' ({ending})' if ending else ''}"]
+    if info.state == "OUT_OF_MEMORY":
+        own = f"slurm.{kind_of(job)}.mem"
+        # Where the kind has its own, the common one is not looked at.
+        keys = own if getattr(settings.slurm, kind_of(job)).mem is not None else f"slurm.mem or {own}"
+        lines.append(f"  What to do: raise {keys}, then run `pipeline submit` again")
     if info.started is None or not log.is_file():
         return lines
     return [*lines, f"  {log} ends:", *(f"  | {line}" for line in _end_of(log))]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from cache.atomic import write_text
 from cache.errors import ConfigError
 from cache.progress import Progress
-from pipeline.chain import PlannedJob, Queued, plan_jobs, to_submit
-from pipeline.chain_record import Chain, ChainFolder, SubmittedJob, differences, snapshot
+from pipeline.chain import ALL, CHECK, COMPARE, PlannedJob, Queued, plan_jobs, to_submit
+from pipeline.chain_record import Chain, ChainFolder, SubmittedJob, differences, only_for_new_jobs, snapshot
 from pipeline.config import PipelineConfig
-from slurm.chain import ChainJob, check_setup, describe, submit_chain
+from slurm.chain import ChainJob, check_setup, describe, submit_chain, take_back
 from slurm.client import JobInfo, SlurmClient
+from slurm.config import SlurmConfig
+from slurm.errors import NoAnswerError, SlurmError
 from slurm.sbatch import render
 
 Infos = dict[str, list[JobInfo]]
+Kind = Literal["cache", "train", "eval", "light"]
 
 
 def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *, dry_run: bool) -> str:
@@ -26,9 +30,9 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
         dry_run: only show scripts and order; nothing is written.
 
     Raises:
-        ConfigError: jobs of another configuration are still queued or running; says what differs.
+        ConfigError: jobs are still queued or running, and more differs than what new jobs ask for; says what.
         PipelineError: the model, the data or the cache cannot be used.
-        SlurmError: SLURM is missing or refused a job; those before it are in the queue.
+        SlurmError: SLURM is missing or refused a job; those before it are cancelled, and the record is as it was.
     """
     check_setup(settings.slurm.setup)
     folder = ChainFolder(settings.output_dir)
@@ -46,8 +50,7 @@ def _submit(
     chain = folder.load()
     queued = queued_of(chain, look(chain, client))
     text = snapshot(settings)
-    if queued:
-        _refuse_changes(folder, text, queued)
+    note = _changes(folder, text, queued) if queued else ""
     done, cache = find_done(settings, progress)
     workdir = Path.cwd()
     base = Chain(
@@ -59,17 +62,24 @@ def _submit(
     planned, loose = to_submit(plan_jobs(settings, folder.config, done), queued)
     scripts = {job.name: _script(settings, folder, job, workdir) for job in planned}
     remaining = {name: there.ids for name, there in queued.items() if name not in loose}
-    order = describe([job.chained for job in planned], remaining)
+    order = describe([job.chained for job in planned], remaining) or "nothing to do: everything is finished"
+    order = f"{order}{note}"
     if dry_run:
         shown = [f"# {folder.script(name)}\n{script}" for name, script in scripts.items()]
-        return "\n".join([*shown, order or "nothing to do: everything is finished"])
+        return "\n".join([*shown, order])
     if not planned:
-        return order or "nothing to do: everything is finished"
+        return order
+    kept = folder.kept()
     write_text(folder.config, text)
     for name, script in scripts.items():
         write_text(folder.script(name), script)
-    client.cancel([number for name in loose for number in queued[name].ids])
-    numbers = _enqueue(folder, base, planned, remaining, client)
+    numbers: dict[str, str] = {}
+    try:
+        _enqueue(folder, base, planned, remaining, client, settings.slurm, numbers)
+        client.cancel([number for name in loose for number in queued[name].ids])
+    except SlurmError as refused:
+        raise _taken_back(refused, folder, kept, numbers, client) from refused
+    folder.save(_without_replaced(folder.load() or base))
     lines = [f"submitted {name:24s} job {number}" for name, number in numbers.items()]
     advice = f"`pipeline status --config ...` shows them; scripts and logs are in {folder.folder}"
     return "\n".join([order, "", *lines, advice])
@@ -105,28 +115,86 @@ def queued_of(chain: Chain | None, infos: Infos) -> dict[str, Queued]:
     return found
 
 
+def kind_of(job: SubmittedJob) -> Kind:
+    """The section of `slurm` that a job's own resources come from."""
+    if job.split is not None:
+        return "cache"
+    if job.folder is not None or job.name == ALL:
+        return "train"
+    return "light" if job.name in (CHECK, COMPARE) else "eval"
+
+
+def setting_of(slurm: SlurmConfig, kind: Kind, name: str) -> str:
+    """The key that gives, or may give, a kind of job a resource: `slurm.eval.mem` if that is set, else `slurm.mem`."""
+    own = f"slurm.{kind}.{name}"
+    shared = name in SlurmConfig.model_fields
+    return own if not shared or getattr(getattr(slurm, kind), name) is not None else f"slurm.{name}"
+
+
 def _enqueue(
     folder: ChainFolder,
     chain: Chain,
     planned: Sequence[PlannedJob],
     queued: Mapping[str, Sequence[str]],
     client: SlurmClient,
-) -> dict[str, str]:
-    """Submit, and keep each number as soon as it is known."""
+    slurm: SlurmConfig,
+    numbers: dict[str, str],
+) -> None:
+    """Submit, and keep each number as soon as it is known, in `numbers` and behind those of jobs.json."""
     by_name = {job.name: job for job in planned}
-    numbers: dict[str, str] = {}
     jobs = list(chain.jobs)
 
     def submitted(job: ChainJob, number: str) -> None:
-        new = by_name[job.name].submitted(number)
-        jobs[:] = [*(old for old in jobs if not _replaces(new, old)), new]
-        folder.save(chain.model_copy(update={"jobs": tuple(jobs)}))
         numbers[job.name] = number
+        jobs.append(by_name[job.name].submitted(number))
+        folder.save(chain.model_copy(update={"jobs": tuple(jobs)}))
+
+    def setting(job: ChainJob, name: str) -> str:
+        return setting_of(slurm, kind_of(by_name[job.name].submitted("")), name)
 
     submit_chain(
-        [job.chained for job in planned], queued, script_file=folder.script, client=client, submitted=submitted
+        [job.chained for job in planned],
+        queued,
+        script_file=folder.script,
+        client=client,
+        submitted=submitted,
+        setting=setting,
     )
-    return numbers
+
+
+def _taken_back(
+    refused: SlurmError,
+    folder: ChainFolder,
+    kept: Mapping[Path, str | None],
+    numbers: Mapping[str, str],
+    client: SlurmClient,
+) -> SlurmError:
+    """Undo a submission that SLURM refused half-way; the error that says so.
+
+    Jobs that cannot be cancelled stay in the record, with the configuration that they read.
+    """
+    try:
+        left, why = take_back(list(numbers.values()), client), "they have not ended yet"
+    except SlurmError as error:
+        left, why = list(numbers.values()), error.what
+    if left:
+        return type(refused)(
+            f"{refused.what}\n  Jobs of this submission are left in the queue: {', '.join(left)} ({why})",
+            do=f"run `pipeline cancel`, which ends them; then {refused.do}",
+        )
+    folder.put_back(kept)
+    there = f" The jobs before it were cancelled: {', '.join(numbers.values())}." if numbers else ""
+    unsure = isinstance(refused, NoAnswerError)
+    but = "Except perhaps for the one that got no answer, nothing" if unsure else "Nothing"
+    return type(refused)(f"{refused.what}\n  {but} of this submission is left in the queue.{there}", do=refused.do)
+
+
+def _without_replaced(chain: Chain) -> Chain:
+    """The record without jobs that a later one stands for."""
+    jobs = [
+        old for number, old in enumerate(chain.jobs) if not any(_replaces(new, old) for new in chain.jobs[number + 1 :])
+    ]
+    return chain.model_copy(update={"jobs": tuple(jobs)})
 
 
 def _replaces(new: SubmittedJob, old: SubmittedJob) -> bool:
@@ -134,7 +202,8 @@ def _replaces(new: SubmittedJob, old: SubmittedJob) -> bool:
     return old.name == new.name and set(old.tasks or ()) <= set(new.tasks or ())
 
 
-def _refuse_changes(folder: ChainFolder, text: str, queued: Mapping[str, Queued]) -> None:
+def _changes(folder: ChainFolder, text: str, queued: Mapping[str, Queued]) -> str:
+    """Refuse settings that jobs in the queue would not share; a note on those that hold for new jobs alone."""
     try:
         before = folder.config.read_text(encoding="utf-8")
     except OSError as error:
@@ -142,13 +211,17 @@ def _refuse_changes(folder: ChainFolder, text: str, queued: Mapping[str, Queued]
             f"cannot be read: {error.strerror}", where=str(folder.config), do="run `pipeline cancel` first"
         ) from error
     changed = differences(before, text)
-    if changed:
+    refused = [line for key, line in changed.items() if not only_for_new_jobs(key)]
+    if refused:
         raise ConfigError(
             f"jobs of this run folder are still queued or running ({', '.join(queued)}), with other settings:\n    "
-            + "\n    ".join(changed),
+            + "\n    ".join(refused),
             where=str(folder.folder),
             do="set them back, or run `pipeline cancel` first, or give another output_dir",
         )
+    if not changed:
+        return ""
+    return "\n    ".join(("\nfor the jobs submitted from now on, not for those in the queue:", *changed.values()))
 
 
 def _script(settings: PipelineConfig, folder: ChainFolder, job: PlannedJob, workdir: Path) -> str:

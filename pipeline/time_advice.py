@@ -28,28 +28,31 @@ class Advice:
     Attributes:
         jobs: the jobs that it changes and that did not fit (all that it changes where only the whole did not), each
             with its time; of an array that of the longest task.
-        whole_fits: whether the whole ends within its limit then, where it has one.
+        whole: None where a job has no figure.
+        whole_fits: whether the whole ends within its limit then, where it has one; None where that is not known.
         fits: whether all of these then end within their limit in one start, also at their longest; where only the
-            whole did not fit, whether the whole does.
+            whole did not fit, whether the whole does. None where not all of it is measured, and the rest fits.
     """
 
     setting: str
     jobs: Mapping[str, Span]
-    whole: Span
-    whole_fits: bool
-    fits: bool
+    whole: Span | None
+    whole_fits: bool | None
+    fits: bool | None
 
     def describe(self) -> str:
         """A line for a person."""
         times = ", ".join(f"{name} {shown(span)}" for name, span in self.jobs.items())
-        still = "" if self.whole_fits else ", which does not fit"
-        return f"{self.setting}: {times}; the whole {shown(self.whole)}{still}"
+        still = ", which does not fit" if self.whole_fits is False else ""
+        whole = shown(self.whole) if self.whole is not None else "not known"
+        return f"{self.setting}: {times}; the whole {whole}{still}"
 
     def figures(self) -> dict[str, Any]:
         """For a JSON file."""
         jobs = {name: span.figures() for name, span in self.jobs.items()}
         fits = {"fits": self.fits, "whole_fits": self.whole_fits}
-        return {"setting": self.setting, **fits, "jobs": jobs, "whole": finite(self.whole.figures())}
+        whole = finite(self.whole.figures()) if self.whole is not None else None
+        return {"setting": self.setting, **fits, "jobs": jobs, "whole": whole}
 
 
 def advise(plan: TimePlan, families: Iterator[Iterator[Change]]) -> list[Advice]:
@@ -58,42 +61,47 @@ def advise(plan: TimePlan, families: Iterator[Iterator[Change]]) -> list[Advice]
     Args:
         families: see there.
     """
-    if not plan.misfits and plan.whole_fits:
+    if plan.fits is not False:
         return []
     found = []
     for family in families:
         best: Advice | None = None
         for change in family:
             advice = _outcome(plan, change)
-            if best is None or advice.fits or _seconds(advice) < _seconds(best):
+            enough = advice.fits is not False
+            if best is None or enough or _seconds(advice) < _seconds(best):
                 best = advice
-            if advice.fits:
+            if enough:
                 break
         if best is not None:
             found.append(best)
-    return sorted(found, key=lambda advice: not advice.fits)
+    return sorted(found, key=lambda advice: list(_TITLES).index(advice.fits))
 
 
 def describe(plan: TimePlan, advice: Sequence[Advice]) -> str:
     """For a person; empty where everything fits."""
-    if not plan.misfits and plan.whole_fits:
+    if plan.fits is not False:
         return ""
     lines = []
-    for title, fits in ((_ENOUGH, True), (_TOO_LITTLE, False)):
+    for fits, title in _TITLES.items():
         told = [f"  - {one.describe()}" for one in advice if one.fits is fits]
         lines += [title, *told] if told else []
     return "\n".join(lines or ["no setting that is known here would shorten it"])
 
 
-_ENOUGH = "each of these would make the jobs that it names fit:"
-_TOO_LITTLE = "not enough alone:"
+_TITLES: dict[bool | None, str] = {
+    True: "each of these would make the jobs that it names fit:",
+    None: "each of these would make the jobs that it names fit, as far as there are figures:",
+    False: "not enough alone:",
+}
 
 
 def _outcome(plan: TimePlan, change: Change) -> Advice:
     new = plan.with_jobs(change.jobs)
     concerned = [name for name in change.jobs if name in plan.misfits]
-    fits = all(new.of(name).fits for name in concerned) if concerned else new.whole_fits and not new.misfits
-    times = {name: new.of(name).longest for name in concerned or change.jobs}
+    each = [new.of(name).fits for name in concerned] or [new.fits]
+    fits = False if False in each else None if None in each else True
+    times = {name: new.of(name).longest for name in concerned or change.jobs if change.jobs[name].has_figure}
     return Advice(change.setting, times, new.whole, new.whole_fits, fits)
 
 
@@ -103,7 +111,7 @@ def _seconds(advice: Advice) -> float:
 
 def families(chain: TimedChain, plan: TimePlan) -> Iterator[Iterator[Change]]:
     """For every kind of setting that could help: changes of it, from the slightest on."""
-    names = plan.misfits or [job.name for job in plan.jobs]
+    names = plan.misfits or [job.name for job in plan.jobs if job.has_figure]
     trainings = [name for name in names if chain.is_training(name)]
     if any(chain.is_caching(name) for name in names):
         yield _more_parts(chain)

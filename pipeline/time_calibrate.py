@@ -19,7 +19,7 @@ import yaml
 from cache.atomic import write_text
 from cache.config import DataConfig
 from cache.dataset import read_split
-from cache.errors import DataError
+from cache.errors import DataError, StoppedError
 from cache.processes import Child, run_children
 from cache.progress import Progress
 from cache.records import Image, Record
@@ -46,7 +46,7 @@ def calibrate(settings: PipelineConfig, steps: int, progress: Progress, should_s
 
     Raises:
         PipelineError: a verb failed; says how.
-        StoppedError: `should_stop` said so.
+        StoppedError: `should_stop` said so; nothing of it is kept.
     """
     scratch = settings.output_dir / FOLDER
     shutil.rmtree(scratch, ignore_errors=True)  # of a calibration that failed
@@ -58,9 +58,15 @@ def calibrate(settings: PipelineConfig, steps: int, progress: Progress, should_s
         runs += _runs_of(stage, held_out, scratch / str(number), steps, first=not number)
     records = []
     progress.start("calibrating", len(runs), "run")
-    for run in runs:
-        records += run.measure(should_stop)
-        progress.advance()
+    try:
+        for run in runs:
+            records += run.measure(should_stop)
+            progress.advance()
+    except (StoppedError, KeyboardInterrupt):
+        shutil.rmtree(scratch)
+        raise StoppedError(
+            "stopped; nothing of this calibration is kept", do="run the same command again: it begins anew"
+        ) from None
     progress.finish()
     target = settings.output_dir / CALIBRATION
     write_text(target, json.dumps([asdict(record) for record in records], indent=1))

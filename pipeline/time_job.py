@@ -126,6 +126,11 @@ class TimedJob:
         return self.limit - (self.lead or 0.0)
 
     @property
+    def has_figure(self) -> bool:
+        """Whether something like each of its pieces was measured; else nothing is known of its time."""
+        return all(piece.measured is not None for line in self.lines for piece in line)
+
+    @property
     def unknown(self) -> dict[str, list[str]]:
         """Piece -> work that is not in the prediction."""
         return {piece.name: piece.unknown for line in self.lines for piece in line if piece.unknown}
@@ -133,7 +138,7 @@ class TimedJob:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a job.
+    """Of a job, as far as it is measured: what is not (`job.unknown`) counts nothing.
 
     Attributes:
         longest: of its longest task, without a time limit.
@@ -147,14 +152,20 @@ class Prediction:
     restarts: Span
 
     @property
-    def fits(self) -> bool:
-        """Also at its longest, within one start."""
-        return self.restarts.high == 0
+    def fits(self) -> bool | None:
+        """Also at its longest, within one start; None where that is not known."""
+        if not self.job.has_figure:
+            return None
+        if self.restarts.high:
+            return False
+        return None if self.job.unknown else True
 
     @property
     def verdict(self) -> str:
         """For a person."""
         likely, high = self.restarts.likely, self.restarts.high
+        if self.fits is None:
+            return "unknown"
         if high == 0:
             return "fits"
         if self.job.lead is None:

@@ -10,6 +10,8 @@ from typing import Any
 from pipeline.time_job import Prediction, TimedJob, predict
 from pipeline.time_span import NOTHING, Span, duration, each
 
+HOW_TO_MEASURE = "run `pipeline plan --config ... --calibrate` in a job on the same kind of GPU as the jobs will have"
+
 
 @dataclass(frozen=True, slots=True)
 class TimePlan:
@@ -33,8 +35,21 @@ class TimePlan:
         return self._predictions[name]
 
     @property
-    def whole(self) -> Span:
-        """Each job starts as soon as all before it have ended; waiting in the queue is not in it."""
+    def without_figure(self) -> list[str]:
+        """Names of the jobs whose time is not known."""
+        return [job.name for job in self.jobs if not job.has_figure]
+
+    @property
+    def whole(self) -> Span | None:
+        """Each job starts as soon as all before it have ended; waiting in the queue is not in it.
+
+        None where a job has no figure.
+        """
+        return None if self.without_figure else self._measured
+
+    @property
+    def _measured(self) -> Span:
+        """The whole, where jobs without a figure take no time."""
         ends: dict[str, Span] = {}
         for job in self.jobs:
             before = [ends[name] for name in job.after if name in ends]
@@ -47,37 +62,48 @@ class TimePlan:
         return not any(job.unknown for job in self.jobs)
 
     @property
-    def whole_fits(self) -> bool:
-        """Whether the whole ends within its limit, also at its longest."""
-        return self.limit is None or self.whole.high <= self.limit
+    def whole_fits(self) -> bool | None:
+        """Whether the whole ends within its limit, also at its longest; None where that is not known."""
+        if self.limit is not None and self._measured.high > self.limit:
+            return False
+        return True if self.known else None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all jobs and the whole do; None where that is not known."""
+        if self.misfits or self.whole_fits is False:
+            return False
+        return True if self.known else None
 
     @property
     def misfits(self) -> list[str]:
         """Names of the jobs that may not end within their limit."""
-        return [job.name for job in self.jobs if not self.of(job.name).fits]
+        return [job.name for job in self.jobs if self.of(job.name).fits is False]
 
     def with_jobs(self, changed: Mapping[str, TimedJob]) -> TimePlan:
         """The chain with some of its jobs exchanged."""
         return TimePlan(tuple(changed.get(job.name, job) for job in self.jobs), self.limit, self.notes)
 
     def figures(self) -> dict[str, Any]:
-        """Everything, for a JSON file. Seconds; null for what never ends."""
+        """Everything, for a JSON file. Seconds; null for what never ends and for what is not known."""
         jobs = {}
         for job in self.jobs:
             found = self.of(job.name)
             jobs[job.name] = {
                 "tasks": len(job.lines) if job.array else None,
-                "seconds": found.longest.figures(),
-                "wall_seconds": finite(found.wall.figures()),
-                "restarts": finite(found.restarts.figures()),
+                "seconds": found.longest.figures() if job.has_figure else None,
+                "wall_seconds": finite(found.wall.figures()) if job.has_figure else None,
+                "restarts": finite(found.restarts.figures()) if job.has_figure else None,
                 "time_limit": job.limit,
+                "fits": found.fits,
                 "verdict": found.verdict,
                 "after": list(job.after),
                 "not_in_it": job.unknown,
                 "measured_in": sources_of(job),
             }
-        whole = {"seconds": finite(self.whole.figures()), "limit": self.limit, "fits": self.whole_fits}
-        return {"jobs": jobs, "whole": whole, "fits": not self.misfits and self.whole_fits, "notes": list(self.notes)}
+        seconds = finite(self.whole.figures()) if self.whole is not None else None
+        whole = {"seconds": seconds, "limit": self.limit, "fits": self.whole_fits}
+        return {"jobs": jobs, "whole": whole, "fits": self.fits, "notes": list(self.notes)}
 
     def describe(self) -> str:
         """The same in lines for a person."""
@@ -85,9 +111,7 @@ class TimePlan:
         rows = [head, *(self._row(job) for job in self.jobs)]
         widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        fits = "fits" if self.whole_fits else "DOES NOT FIT"
-        verdict = f", {fits} {_short(self.limit)}" if self.limit is not None else ""
-        lines += ["", f"the whole: {shown(self.whole)}{verdict}; waiting in the queue is not in it"]
+        lines += ["", f"the whole: {self._whole_line()}"]
         missing = {name: what for job in self.jobs for name, what in job.unknown.items()}
         lines += [f"  not in it, as nothing is measured: {', '.join(what)} of {name}" for name, what in missing.items()]
         found = dict.fromkeys(source for job in self.jobs for source in sources_of(job))
@@ -95,14 +119,26 @@ class TimePlan:
         lines += ["assumed:", *(f"  - {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
 
+    def _whole_line(self) -> str:
+        verdict = ""
+        if self.limit is not None:
+            words = {True: "fits", False: "DOES NOT FIT", None: "not known whether it fits"}
+            verdict = f", {words[self.whole_fits]} {_short(self.limit)}"
+        if self.whole is not None:
+            return f"{shown(self.whole)}{verdict}; waiting in the queue is not in it"
+        count = len(self.without_figure)
+        text = f"not known: {count} {'jobs have' if count > 1 else 'job has'} no figure yet ({HOW_TO_MEASURE})"
+        return f"{text}; the others alone: {shown(self._measured)}{verdict}" if self.whole_fits is False else text
+
     def _row(self, job: TimedJob) -> tuple[str, ...]:
         found = self.of(job.name)
         tasks = f"{len(job.lines)}" if job.array else ""
-        time = "no figure yet" if all(p.measured is None for line in job.lines for p in line) else shown(found.longest)
-        verdict = found.verdict
+        if not job.has_figure:
+            return (job.name, tasks, "no figure yet", _short(job.limit), "not known")
+        verdict = found.verdict if found.fits is not None else "not known: not all is measured"
         if found.restarts.likely and not math.isinf(found.restarts.likely):
             verdict += f", then {shown(found.wall)}"
-        return (job.name, tasks, time, _short(job.limit), verdict if time != "no figure yet" else "")
+        return (job.name, tasks, shown(found.longest), _short(job.limit), verdict)
 
 
 def sources_of(job: TimedJob) -> list[str]:

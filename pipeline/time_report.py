@@ -11,6 +11,7 @@ from pipeline.config import PipelineConfig
 from pipeline.time_advice import advise, describe, families
 from pipeline.time_calibrate import calibrate
 from pipeline.time_chain import TimedChain
+from pipeline.time_plan import HOW_TO_MEASURE
 from slurm.times import parse_time
 
 
@@ -71,9 +72,6 @@ def report_times(settings: PipelineConfig, progress: Progress, time_limit: float
     if not plan.jobs:
         return "nothing to do: everything is finished"
     lines = [plan.describe()]
-    if plan.jobs and not plan.known:
-        lines.append(
-            "there is no figure for all of it yet: run `pipeline plan --config ... --calibrate` in a job on the same "
-            "kind of GPU as the jobs will have"
-        )
+    if not plan.known and not plan.without_figure:
+        lines.append(f"there is no figure for all of it yet: {HOW_TO_MEASURE}")
     return "\n".join([*lines, *filter(None, [describe(plan, advice)])])

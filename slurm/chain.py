@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slurm.client import SlurmClient
 from slurm.errors import SlurmError
 from slurm.sbatch import Script
+
+# SLURM kills 30 s (its KillWait) after it has told a job to end.
+TAKE_BACK_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ def submit_chain(
     script_file: Callable[[str], Path],
     client: SlurmClient,
     submitted: Callable[[ChainJob, str], None],
+    setting: Callable[[ChainJob, str], str],
 ) -> None:
     """Submit jobs in their order, each tied to those before it.
 
@@ -60,9 +66,10 @@ def submit_chain(
         queued: name -> numbers of jobs that are in the queue already; a job may wait for these.
         script_file: where the script of a name lies.
         submitted: called with a job and its number at once, so that nothing is forgotten when a later one is refused.
+        setting: of a job and a name such as `mem` the key that gave it.
 
     Raises:
-        SlurmError: SLURM refused one; those before it stay in the queue.
+        SlurmError: SLURM refused one; those before it are in the queue.
     """
     ids = {name: list(numbers) for name, numbers in queued.items()}
 
@@ -70,9 +77,33 @@ def submit_chain(
         return [number for name in names for number in ids.get(name, [])]
 
     for job in jobs:
-        number = client.submit(script_file(job.name), after_ok=numbers(job.after_ok), after_any=numbers(job.after_any))
+        number = client.submit(
+            script_file(job.name),
+            after_ok=numbers(job.after_ok),
+            after_any=numbers(job.after_any),
+            setting=partial(setting, job),
+        )
         submitted(job, number)
         ids.setdefault(job.name, []).append(number)
+
+
+def take_back(numbers: Sequence[str], client: SlurmClient) -> list[str]:
+    """Cancel jobs and wait until they have ended, so that none works on when it is submitted anew.
+
+    Returns:
+        Those that have not ended in time.
+
+    Raises:
+        SlurmError: they cannot be cancelled.
+    """
+    client.cancel(numbers)
+    end = time.monotonic() + TAKE_BACK_SECONDS
+    left = list(numbers)
+    while left := [number for number in left if any(info.active for info in client.jobs(number))]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    return left
 
 
 def check_setup(lines: Sequence[str]) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from slurm.environment import without_job
-from slurm.errors import SlurmError
+from slurm.errors import NoAnswerError, SlurmError
 
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"})
 RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"})
 _TIMEOUT_SECONDS = 90
-_FIELD = r"^\s*(?:\S.*\s)?{}=(\S+)"
+_SETTING = "slurm.{}".format
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,23 @@ class SlurmClient:
         SlurmError: they are not installed, the controller does not answer, or it refused; in SLURM's own words.
     """
 
-    def submit(self, script: Path, *, after_ok: Sequence[str] = (), after_any: Sequence[str] = ()) -> str:
+    def submit(
+        self,
+        script: Path,
+        *,
+        after_ok: Sequence[str] = (),
+        after_any: Sequence[str] = (),
+        setting: Callable[[str], str] = _SETTING,
+    ) -> str:
         """Submit a script and return the job's number.
 
         Args:
             after_ok: it starts when these jobs have ended well, and never when one has not.
             after_any: it starts when these jobs have ended.
+            setting: `mem` -> the key that gave it, e.g. `slurm.mem`; for what to do about a refusal.
 
         Raises:
+            NoAnswerError: the job may be in the queue all the same.
             SlurmError: also when SLURM does not know one of these jobs; sbatch would take it and start the job.
         """
         for job in dict.fromkeys((*after_ok, *after_any)):
@@ -82,7 +91,7 @@ class SlurmClient:
         options = [f"--dependency={','.join(conditions)}", "--kill-on-invalid-dep=yes"] if conditions else []
         done = self._run("sbatch", "--parsable", *options, str(script))
         if done.returncode:
-            raise self._refused(f"sbatch refused {script.name}", done)
+            raise self._refused(f"sbatch refused {script.name}", done, setting)
         # NUMBER, or NUMBER;CLUSTER where there are several clusters.
         return done.stdout.strip().partition(";")[0]
 
@@ -138,27 +147,38 @@ class SlurmClient:
                 "pipeline cache, pipeline train, pipeline eval",
             ) from None
         except subprocess.TimeoutExpired:
-            raise SlurmError(
+            raise NoAnswerError(
                 f"`{command[0]}` gave no answer within {_TIMEOUT_SECONDS} s",
                 do="try again; if it stays so, ask those who run the cluster",
             ) from None
 
-    def _refused(self, what: str, done: subprocess.CompletedProcess[str]) -> SlurmError:
+    def _refused(
+        self, what: str, done: subprocess.CompletedProcess[str], setting: Callable[[str], str] = _SETTING
+    ) -> SlurmError:
         words = (done.stderr or done.stdout).strip()
-        return SlurmError(f"{what}. SLURM says:\n    " + "\n    ".join(words.splitlines()), do=self._advice(words))
+        kind = NoAnswerError if "timed out" in words.lower() else SlurmError
+        return kind(f"{what}. SLURM says:\n    " + "\n    ".join(words.splitlines()), do=self._advice(words, setting))
 
-    def _advice(self, words: str) -> str:
+    def _advice(self, words: str, setting: Callable[[str], str]) -> str:
         lower = words.lower()
         if "contact slurm controller" in lower or "could not establish a configuration source" in lower:
             return "try again when the controller answers (`scontrol ping`), or on a login node of the cluster"
+        if "timed out" in lower:
+            return "see with `squeue --me` whether it was done all the same, then try again"
         if "invalid partition" in lower:
-            return f"set slurm.partition to one of: {', '.join(self.partitions())}"
+            return f"set {setting('partition')} to one of: {', '.join(self.partitions())}"
         if "account" in lower or "qos" in lower:
-            return "correct slurm.account or slurm.qos; `sacctmgr show associations user=$USER` lists what you may use"
+            return (
+                f"correct slurm.account or {setting('qos')}; `sacctmgr show associations user=$USER` lists what you "
+                "may use"
+            )
+        if "memory specification" in lower:
+            return f"lower {setting('mem')}; `sinfo -Nel` shows the memory of the nodes, in MB"
         if "node configuration is not available" in lower or "generic resource" in lower:
-            return "ask for less (gpus, cpus_per_task, mem, nodes, constraint of this kind of job); see `sinfo -Nel`"
+            keys = [setting(name) for name in ("gpus", "cpus_per_task", "mem", "constraint")]
+            return f"ask for less: {', '.join(keys)} or slurm.train.nodes; `sinfo -Nel` shows what the nodes have"
         if "time limit" in lower:
-            return "lower `time` of this kind of job; `sinfo` shows the limit of each partition"
+            return f"lower {setting('time')}; `sinfo` shows the limit of each partition"
         return "correct the setting of `slurm:` that it names, then run the same command again"
 
 

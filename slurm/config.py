@@ -70,12 +70,12 @@ def _option_name(line: str) -> str:
         words = shlex.split(line)  # as sbatch does, which would take several options from one line
     except ValueError:
         words = []
-    if len(words) == 1 and (found := re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", words[0])):
+    option, *values = words or [""]
+    if not values and (found := re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)):
         return found[1]
     # Not -xVALUE: sbatch reads -Hd as -H and -d.
-    if words and re.fullmatch(r"-[A-Za-z]", words[0]) and not any(word.startswith("-") for word in words[1:]):
-        if len(words) <= 2:
-            return _SHORT.get(words[0][1], words[0])
+    if re.fullmatch(r"-[A-Za-z]", option) and len(values) <= 1 and not "".join(values).startswith("-"):
+        return _SHORT.get(option[1], option)
     raise ValueError(
         f"{line!r} is not one option of sbatch: write it as in --mail-type=FAIL, each as an item of its own"
     )

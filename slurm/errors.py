@@ -12,3 +12,7 @@ class SlurmError(Exception):
         self.what, self.where, self.do = what, where, do
         place = f"{where}: " if where else ""
         super().__init__(f"{place}{what}\n  What to do: {do}")
+
+
+class NoAnswerError(SlurmError):
+    """SLURM did not answer in time: what was asked of it may have been done all the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cache.bad_records import list_rejected
@@ -30,7 +31,9 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
     device = training_device(job.train)
     model = load_adapter(load_language_model(job.model, job.train, device), adapter)
     tower = None if job.from_cache else load_tower(job, device)
-    steps = inputs.steps(held_out, job.train, shuffle=False)
+    # The same samples as those that are answered.
+    measured = replace(held_out, samples=held_out.samples[: job.eval.limit])
+    steps = inputs.steps(measured, job.train, shuffle=False)
     stages = StageLosses(steps.stage_names, device)
     batches = _reported(steps, progress)
     totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device), stages)

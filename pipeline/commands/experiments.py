@@ -34,6 +34,7 @@ def experiments(
     from pipeline import experiment_run as run
     from pipeline.allocation import failure_of, run_lines
     from pipeline.comparison import write_comparison
+    from pipeline.experiment_cache import check_cached
     from pipeline.experiments import experiments_of
 
     settings = load(config, overrides)
@@ -43,6 +44,8 @@ def experiments(
     slots = run.slots(wanted, gpus)
     lines = run.lines(wanted, splits, config, overrides or [])
     print(run.describe(lines, slots))
+    again = ["--config", str(config), *(f"--set={override}" for override in overrides or [])]
+    check_cached(settings, wanted, lines, splits, again)
     if dry_run:
         return
     failures = run_lines(lines, slots, stop_request.install())

@@ -12,7 +12,7 @@ import pytest
 
 from cache import staging
 from cache.atomic import TEMPORARY_MARK
-from cache.errors import CacheError, ResourceError
+from cache.errors import CacheError, ResourceError, StoppedError
 from cache.formats import FORMATS
 from cache.manifest import ShardIndex, index_file, load_shard_index, save_shard_index
 from cache.progress import Silent
@@ -171,6 +171,17 @@ def test_waiting_for_nobody_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = FeatureCache(make_cache(tmp_path / "source"))
     with pytest.raises(CacheError, match=r"(?s)nothing has been copied here for 0 s.*process 0"):
         stage(source, tmp_path / "disk", ["train"], SILENT, copies=False, patience=0.1)
+
+
+def test_waiting_can_be_stopped(tmp_path: Path) -> None:
+    class Stopped(Silent):
+        def advance(self, count: int = 1) -> None:
+            assert count == 0, "it does nothing itself"
+            raise StoppedError("stopped", do="go on")
+
+    source = FeatureCache(make_cache(tmp_path / "source"))
+    with pytest.raises(StoppedError):
+        stage(source, tmp_path / "disk", ["train"], Stopped(), copies=False)
 
 
 def test_a_waiting_process_does_not_take_an_older_list_of_images(

@@ -143,6 +143,9 @@ def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., 
     assert {"id", "question", "answer", "prediction", "exact_match"} <= set(json.loads(predictions[0]))
     scores = json.loads((finished_run / "eval-val" / "metrics.json").read_text())
     assert {"loss", "exact_match", "token_f1"} <= set(scores)
+    assert run("eval", "--config", config, "--set", "eval.limit=1").code == 0
+    fewer = json.loads((finished_run / "eval-val" / "metrics.json").read_text())
+    assert fewer["loss"] != scores["loss"]  # of the same samples as the answers
 
 
 @pytest.mark.parametrize("name", ["qwen", "sharegpt", "messages", "stages"])

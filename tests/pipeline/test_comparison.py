@@ -192,7 +192,7 @@ def test_no_name_of_a_stage_of_answers_breaks_the_table() -> None:
 
     lines = markdown([row], metrics_of([row], [])).splitlines()
 
-    assert len(lines) == 3 + 3
+    assert len(lines) == 3 + 4
     assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines[:3]] == [8, 8, 8]
     assert r"val loss_a\|b\\\|c d" in lines[0]
     assert lines[-1] == r"- x: its evaluation has no val loss_a\|b\\\|c d"

@@ -12,6 +12,7 @@ import yaml
 from cache.errors import ConfigError
 from pipeline.config import dump_config, load_config
 from pipeline.experiments import Stage, experiments_of, find_stage
+from pipeline.time_calibrate import FOLDER
 
 BASE: dict[str, Any] = {
     "model": "m",
@@ -173,7 +174,7 @@ def test_overrides_of_the_command_line_reach_into_stages(write: Callable[..., Pa
         ({"features": None}, "the experiment name 'features' is that of another file or folder in output_dir"),
         ({"checkpoint-3": None}, "the experiment name 'checkpoint-3' is that of another"),
         *(({name: None}, f"the experiment name {name!r} is that of another") for name in TAKEN),
-        ({".time-calibration": None}, "the experiment name '.time-calibration' may hold"),
+        ({FOLDER: None}, f"the experiment name {FOLDER!r} may hold"),
         ({"A": None, "a": None}, "the experiment names 'A' and 'a' differ by case only"),
     ],
 )

@@ -162,6 +162,45 @@ def test_what_is_not_there_is_refused_before_anything_starts(
     run("experiments", "--config", file, "--gpus", "3", *on_gpu).check_refusal(2, "--gpus 3: 2 GPUs are visible here")
 
 
+@pytest.mark.parametrize("options", [("--dry-run",), ()])
+def test_a_split_that_a_later_step_reads_and_that_is_not_cached_is_told_before_anything_starts(
+    run: Callable[..., Any], file: Path, data_dir: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    extra, folder = f"data.splits.extra={data_dir / 'val.jsonl'}", tmp_path / "run"
+    later = "experiments.staged.stages.second.train.split=extra"
+    arguments = ("experiments", "--config", file, "--gpus", "1", "--set", extra, *options)
+
+    stage = run(*arguments, "--set", later)
+
+    stage.check_refusal(
+        4,
+        "split 'extra' has not been cached yet; needed by staged/second train",
+        f"`pipeline cache --config {file} --set={extra} --set={later} --split extra`",
+    )
+    run(*arguments, "--split", "extra").check_refusal(
+        4, "split 'extra'", "needed by broken eval-extra", "--split extra`"
+    )
+    inner = run(*arguments, "--set", "experiments.plain.train.eval_split=extra")
+    inner.check_refusal(4, "needed by plain train")
+    nowhere = run(*arguments, "--set", f"cache.dir={tmp_path / 'nowhere'}")
+    nowhere.check_refusal(
+        4, "split 'train' is needed by", "split 'val' is needed by", "--split val`, then `", "--split train`"
+    )
+    assert not list(folder.rglob("*.log"))
+    assert not list(folder.glob("comparison.*"))
+
+
+def test_what_is_done_needs_no_cache(run: Callable[..., Any], file: Path, tmp_path: Path) -> None:
+    assert run("experiments", "--config", file, "--gpus", "1", "--experiment", "plain").code == 0
+    gone = ("--set", f"cache.dir={tmp_path / 'nowhere'}", "--gpus", "1", "--dry-run")
+
+    done = run("experiments", "--config", file, "--experiment", "plain", *gone)
+
+    assert "to do: nothing" in done.out
+    assert done.code == 0, done.err
+    run("experiments", "--config", file, *gone).check_refusal(4, "split 'val' is needed by")
+
+
 def test_a_damaged_run_file_is_told_by_its_own_training_and_stops_no_other(
     run: Callable[..., Any], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

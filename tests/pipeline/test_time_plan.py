@@ -14,10 +14,11 @@ import pytest
 
 from cache.config import DataConfig
 from cache.dataset import read_split
+from cache.errors import StoppedError
 from cache.progress import Silent
 from pipeline.config import PipelineConfig, load_config
 from pipeline.time_advice import Advice, Change, advise
-from pipeline.time_calibrate import write_subset
+from pipeline.time_calibrate import FOLDER, calibrate, write_subset
 from pipeline.time_job import Measured, Piece, TimedJob, predict, restarts, side_by_side
 from pipeline.time_measured import CALIBRATION, Found, choose, training_phases
 from pipeline.time_plan import TimePlan
@@ -115,15 +116,57 @@ def test_the_whole_is_the_longest_way_through_the_chain() -> None:
     assert "DOES NOT FIT 10 min" in plan.describe()
 
 
+def _unmeasured(name: str, **options: Any) -> TimedJob:
+    return TimedJob(name, ((Piece(name, None, {"tokens": 5}),),), HOUR, lead=10, **options)
+
+
+def test_what_was_never_measured_is_not_known_to_fit() -> None:
+    plan = TimePlan((_unmeasured("train"), job("eval", 30, after=("train",))), limit=HOUR)
+
+    found = plan.figures()
+    train = found["jobs"]["train"]
+    assert train["not_in_it"] == {"train": ["everything"]}
+    assert [train[name] for name in ("seconds", "wall_seconds", "restarts", "fits")] == [None] * 4
+    assert train["verdict"] == "unknown"
+    assert (found["whole"]["seconds"], found["whole"]["fits"], found["fits"]) == (None, None, None)
+    assert (found["jobs"]["eval"]["fits"], found["jobs"]["eval"]["verdict"]) == (True, "fits")
+    assert "the whole: not known: 1 job has no figure yet (run `pipeline plan" in plan.describe()
+    assert (plan.misfits, advise(plan, iter([]))) == ([], [])
+
+
+@pytest.mark.parametrize("seconds", [10, 2 * HOUR])
+def test_an_allocation_with_one_experiment_that_was_never_measured_is_not_known(seconds: float) -> None:
+    lines = ((piece(seconds),), (Piece("other", None, {"tokens": 5}),))
+    plan = TimePlan((TimedJob("experiments", lines, HOUR, lead=10),))
+
+    found = plan.figures()["jobs"]["experiments"]
+    assert (found["seconds"], found["verdict"], found["fits"], plan.fits) == (None, "unknown", None, None)
+
+
+def test_what_is_measured_may_be_too_long_even_if_the_rest_is_not_known() -> None:
+    plan = TimePlan((job("a", 100), job("b", 100, after=("a",)), _unmeasured("c", after=("b",))), limit=150)
+
+    assert (plan.whole, plan.whole_fits, plan.fits, plan.misfits) == (None, False, False, [])
+    assert "the others alone: 3 min 20 s (3 min 20 s - 3 min 20 s), DOES NOT FIT" in plan.describe()
+    (found,) = advise(plan, iter([iter([Change("fast", {"a": job("a", 40)})])]))
+    assert (found.fits, found.whole_fits, found.whole) == (None, None, None)
+    assert found.figures()["whole"] is None
+    assert "the whole not known" in found.describe()
+
+
 def test_work_without_a_figure_is_named_and_not_counted() -> None:
-    unknown = TimedJob("train", ((Piece("train", None, {"tokens": 5}),),), HOUR, lead=10)
     partly = TimedJob("cache", ((piece(0, encoding=1, reading=7),),), HOUR)
-    plan = TimePlan((unknown, partly))
+    plan = TimePlan((partly,), limit=HOUR)
 
     assert plan.known is False
-    assert plan.figures()["jobs"]["train"]["not_in_it"] == {"train": ["everything"]}
     assert partly.unknown == {"piece": ["reading"]}
-    assert "no figure yet" in plan.describe()
+    found = plan.figures()
+    assert found["jobs"]["cache"]["seconds"]["likely"] == 1
+    assert (found["jobs"]["cache"]["verdict"], found["whole"]["fits"], found["fits"]) == ("unknown", None, None)
+    assert "not known: not all is measured" in plan.describe()
+    assert "not known whether it fits 1 h" in plan.describe()
+    too_long = TimedJob("cache", ((piece(0, encoding=2 * HOUR, reading=7),),), HOUR)
+    assert TimePlan((too_long,)).fits is False
 
 
 def test_several_processes_do_less_than_so_many_times_the_work_of_one() -> None:
@@ -301,7 +344,11 @@ def test_the_verb_predicts_from_the_logs_of_earlier_runs(cached: Path, run: Call
     rare = ["--set", "train.save_steps=1000"]
     again = [*rare, "--set", "train.max_steps=40006", "--set", "slurm.signal_seconds=1", "--time-limit"]
     first = run("plan", "--config", cached, *again, "6h")
-    assert "there is no figure for all of it yet: run `pipeline plan --config ... --calibrate`" in first.out
+    # The chain of a split that is cached and is not evaluated on is one job.
+    assert "the whole: not known: 1 job has no figure yet (run `pipeline plan --config ... --calibrate`" in first.out
+    untold = json.loads(run("plan", "--config", cached, *again, "6h", "--json").out)
+    assert (untold["jobs"]["train"]["verdict"], untold["jobs"]["train"]["seconds"]) == ("unknown", None)
+    assert (untold["whole"]["seconds"], untold["whole"]["fits"], untold["fits"]) == (None, None, None)
     assert run("train", "--config", cached, "--from-cache", "--set", "train.max_steps=6", *rare).code == 0
 
     found = json.loads(run("plan", "--config", cached, *again, "30s", "--json").out)
@@ -345,7 +392,8 @@ def test_an_experiment_with_stages_is_predicted_stage_by_stage(
 ) -> None:
     experiments = "experiments={a: {train: {max_steps: 300}}, b: {stages: {one: {}, two: {train: {max_steps: 40}}}}}"
     given = TimeRecord("train", "cpu", 1, {}, 1.0, {"tokens": Phase(10, 0.1, 0.1, 0.1)}, 0.0)
-    (tmp_path / "run" / CALIBRATION).write_text(json.dumps([asdict(given)]))
+    others = [TimeRecord(name, "cpu", 1, {}, 0.0, {}, 0.0) for name in ("eval", "compare")]
+    (tmp_path / "run" / CALIBRATION).write_text(json.dumps([asdict(one) for one in (given, *others)]))
     options = ["--config", cached, "--set", experiments, "--time-limit", "1h", "--json"]
 
     jobs = json.loads(run("plan", *options).out)["jobs"]
@@ -366,8 +414,9 @@ def test_settings_that_make_training_fit_are_named_with_their_times(
         {"tokens_per_pack": 8192, "gradient_checkpointing": False, "seconds": 1.0, "peak_bytes": 1},
         {"tokens_per_pack": 2048, "gradient_checkpointing": True, "seconds": 4.0, "peak_bytes": 1},
     ]
-    rate = Phase(10, 1.0, 1.0, 1.0)
-    given = TimeRecord("train", "NVIDIA H100", 1, {}, 10.0, {"tokens": rate}, 0.0, trials)
+    rate, instant = Phase(10, 1.0, 1.0, 1.0), Phase(10, 0.0, 0.0, 0.0)
+    phases = {"tokens": rate, "tokenizing": instant, "saving": instant}
+    given = TimeRecord("train", "NVIDIA H100", 1, {}, 10.0, phases, 0.0, trials)
     (tmp_path / "run" / CALIBRATION).write_text(json.dumps([asdict(given)]))
     settings = ["max_steps=-1", "num_train_epochs=30", "tokens_per_pack=2048", "gradient_checkpointing=true"]
     options = [word for setting in settings for word in ("--set", f"train.{setting}")]
@@ -387,6 +436,25 @@ def test_settings_that_make_training_fit_are_named_with_their_times(
     rows, epochs = (advice[name]["jobs"]["train"]["likely"] for name in list(advice)[1:])
     assert rows == pytest.approx(seconds / 4)
     assert epochs == pytest.approx(seconds * 16 / 30)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupted_calibration_leaves_nothing_and_says_so(cached: Path, tmp_path: Path, *, again: bool) -> None:
+    settings = load_config(cached)
+    scratch = tmp_path / "run" / FOLDER
+
+    def stop() -> bool:
+        # In the middle of the first of its runs, whose log is then there.
+        if again and list(scratch.rglob("*.log")):
+            raise KeyboardInterrupt  # as a second signal does
+        return bool(list(scratch.rglob("*.log")))
+
+    with pytest.raises(StoppedError, match="nothing of this calibration is kept") as stopped:
+        calibrate(settings, 4, Silent(), stop)
+
+    assert "begins anew" in str(stopped.value.do)
+    assert not scratch.exists()
+    assert not (tmp_path / "run" / CALIBRATION).exists()
 
 
 def _train_file(config: Path) -> str:

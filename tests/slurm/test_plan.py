@@ -54,7 +54,7 @@ def test_no_two_jobs_have_one_name() -> None:
 
 
 def test_splits_of_any_letters_have_jobs_whose_names_slurm_takes() -> None:
-    splits = {"prüfung": "t.jsonl", "prfung-kva": "u.jsonl", "val": "v.jsonl", "試験": "w.jsonl"}
+    splits = {"prüfung": "t.jsonl", "prfung-4ya": "u.jsonl", "val": "v.jsonl", "試験": "w.jsonl"}
     experiments = {name: {"train": {"split": split}} for name, split in zip("abc", splits, strict=False)}
     config = _config(data={"splits": splits}, experiments=experiments, train={"eval_split": "試験"})
     planned = _plan(config, replace(NOTHING, missing_parts=dict.fromkeys(splits, (0,))))
@@ -62,9 +62,9 @@ def test_splits_of_any_letters_have_jobs_whose_names_slurm_takes() -> None:
     assert len(set(_names(planned))) == len(planned)
     places = {"logs": Path("/logs"), "workdir": Path("/work"), "path": Path("/bin")}
     texts = [render(job.chained.script, config.slurm, **places) for job in planned]
-    assert "--job-name=cache-prfung-kva+\n" in texts[0]
+    assert "--job-name=cache-prfung-4ya+\n" in texts[0]
     assert "--split 'prüfung'" in texts[0]
-    assert "--job-name=cache-prfung-kva\n" in texts[1]
+    assert "--job-name=cache-prfung-4ya\n" in texts[1]
 
 
 def test_only_parts_that_are_not_queued_are_submitted_and_those_behind_them_anew() -> None:

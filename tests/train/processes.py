@@ -10,12 +10,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
+
+from cache.errors import DataError
+from cache.progress import Silent
+from train.job import Job
+
+WAIT_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,18 @@ class Stop:
 
     rank: int
     lines: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens while process 1 of two prepares its data and process 0, which is through, waits for it.
+
+    signalled: these get SIGUSR1.
+    failure: how process 1 ends by itself.
+    """
+
+    signalled: tuple[int, ...] = ()
+    failure: Literal["bad data", "killed"] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,29 +70,35 @@ class Outcome:
 
 def train(config: Path, folder: Path, count: int, *settings: str, stop: Stop | None = None) -> Outcome:
     """`pipeline train --from-cache` into a run folder, in `count` processes over gloo."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bitsandbytes", "peft", "pipeline.cli", "train.run", "train.trainer", __name__])
     overrides = [f"output_dir={folder}", *settings]
     arguments = ["train", "--config", str(config), "--from-cache", *(part for s in overrides for part in ("--set", s))]
+    return _run(folder, count, _train, arguments, folder, stop)
+
+
+def prepare(job: Job, event: Event) -> Outcome:
+    """A training from the cache in two processes, of which process 1 prepares longer than is waited for it."""
+    return _run(job.output_dir, 2, _prepare, job, event)
+
+
+def _run(folder: Path, count: int, work: Callable[..., int], *arguments: Any) -> Outcome:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bitsandbytes", "peft", "pipeline.cli", "train.run", "train.trainer", __name__])
     logs = [folder.with_name(f"{folder.name}-{rank}.log") for rank in range(count)]
     port = _free_port()
     started = [
-        context.Process(target=_process, args=(rank, count, port, arguments, folder, stop, logs[rank]))
-        for rank in range(count)
+        context.Process(target=_process, args=(rank, count, port, logs[rank], work, arguments)) for rank in range(count)
     ]
     for process in started:
         process.start()
     for process in started:
-        process.join(120)
+        process.join(WAIT_SECONDS)
     codes = [process.exitcode if process.exitcode is not None else -1 for process in started]
     for process in started:
         process.kill()
     return Outcome(codes, folder, [log.read_text() for log in logs])
 
 
-def _process(
-    rank: int, count: int, port: int, arguments: Sequence[str], folder: Path, stop: Stop | None, log: Path
-) -> None:
+def _process(rank: int, count: int, port: int, log: Path, work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -82,12 +107,59 @@ def _process(
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.exit(work(rank, *arguments))
+
+
+def _train(rank: int, arguments: Sequence[str], folder: Path, stop: Stop | None) -> int:
     if stop is not None and stop.rank == rank:
         threading.Thread(target=_signal_later, args=(folder / "metrics.jsonl", stop.lines), daemon=True).start()
     from pipeline.cli import app
     from pipeline.exit import exit_code_of
 
-    sys.exit(exit_code_of(lambda: app(list(arguments), standalone_mode=False)))
+    return exit_code_of(lambda: app(list(arguments), standalone_mode=False))
+
+
+def _prepare(rank: int, job: Job, event: Event) -> int:
+    from pipeline.exit import exit_code_of, stop_request
+    from train.run import run_training
+
+    stop_request.install()
+    progress = _SlowIn1(rank, job.output_dir.with_name("through"), event)
+    return exit_code_of(lambda: run_training(job, progress, stop_request) and None)
+
+
+class _SlowIn1(Silent):
+    """Slow in process 1; the event comes a second after process 0 is through."""
+
+    def __init__(self, rank: int, through: Path, event: Event) -> None:
+        self._rank, self._through, self._event = rank, through, event
+        if rank in event.signalled:
+            threading.Thread(target=self._signal, daemon=True).start()
+
+    def start(self, what: str, total: int, unit: str) -> None:
+        if self._rank == 0:
+            self._through.touch()
+
+    def advance(self, count: int = 1) -> None:
+        if self._rank == 1:
+            time.sleep(4.0)
+            if self._event.failure is not None:
+                self._wait()
+                self._fail()
+
+    def _fail(self) -> None:
+        if self._event.failure == "bad data":
+            raise DataError("a record is bad", do="mend it")
+        os._exit(9)
+
+    def _wait(self) -> None:
+        while not self._through.exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+
+    def _signal(self) -> None:
+        self._wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _signal_later(metrics: Path, lines: int) -> None:

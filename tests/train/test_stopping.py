@@ -14,6 +14,7 @@ from pipeline.config import PipelineConfig
 from train.run import run_training
 
 from .conftest import Run, job_of
+from .processes import Event, prepare
 
 
 class Told:
@@ -64,39 +65,22 @@ def test_a_stop_while_the_model_is_loaded_begins_no_step(config: PipelineConfig,
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
-# What the two processes do when asked to prepare: process 1 takes its time, process 0 is soon through.
-PREPARING = """
-import os, sys, time
-from datetime import timedelta
-from torch import distributed
-from cache.errors import DataError
-from cache.progress import Silent
-from pipeline.exit import exit_code_of, stop_request
-from train.stopping import AskedOfAny, leave_processes
-
-rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
-
-
-def work(progress):
-    open(f"{folder}/{rank}.began", "w").close()
-    progress.start("tokenizing", 600, "records")
-    for _ in range(600 if rank else 0):
-        time.sleep(0.1)
-        progress.advance()
-        if what == "fail":
-            raise DataError("a bad record", do="mend it")
-    progress.finish()
-    if what == "killed" and rank == 0:
-        os._exit(9)
-
-
-def prepare():
-    AskedOfAny(stop_request).prepare(work, Silent())
-
-
-stop_request.install()
-distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
-code = exit_code_of(prepare)
-leave_processes()
-sys.exit(code)
-"""
+@pytest.mark.parametrize(
+    ("event", "codes"),
+    [
+        (Event(signalled=(0, 1)), [138, 138]),
+        (Event(signalled=(0,)), [138, 130]),
+        (Event(signalled=(1,)), [130, 138]),
+        (Event(failure="bad data"), [5, 3]),
+        (Event(failure="killed"), [5, 9]),
+    ],
+    ids=["signal to both", "signal to the waiting one", "signal to the slow one", "bad data", "killed"],
+)
+def test_processes_that_prepare_and_wait_end_together(config: PipelineConfig, event: Event, codes: list[int]) -> None:
+    outcome = prepare(job_of(config), event)
+    assert outcome.codes == codes, outcome.said
+    if event.signalled:
+        assert all("stopped before training" in said for said in outcome.said)
+    else:
+        assert "another process of this run ended while data was prepared" in outcome.said[0]
+    assert not (config.output_dir / "metrics.jsonl").exists()
