@@ -148,7 +148,10 @@ def test_folders_that_were_removed_are_made_again(tmp_path: Path) -> None:
     save_manifest(tmp_path, MANIFEST)
     (tmp_path / "splits").rmdir()
     save_manifest(tmp_path, MANIFEST)
-    save_split(tmp_path, SplitImages(split="val", source="x", num_records=0, images=[], refused={}))
+    images = SplitImages(split="val", source="x", num_records=0, images=[], refused={})
+    save_split(tmp_path, images)
+
+    assert load_split(tmp_path, "val") == images
 
 
 @pytest.mark.parametrize(
