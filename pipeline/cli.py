@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import typer
 
 from pipeline.commands import experiments, model, slurm, store
-from pipeline.exit import configure_logging, exit_code_of, stop_request
+from pipeline.exit import configure_logging, exit_code_of, leave, stop_request
 from pipeline.requeue import requeue_if_asked, take_limit
 from pipeline.time_records import note_start
 
@@ -52,4 +51,4 @@ def main() -> None:
     code = exit_code_of(lambda: app(standalone_mode=False))
     if max_requeues is not None:
         requeue_if_asked(max_requeues, stop_request, code)
-    sys.exit(code)
+    leave(code)

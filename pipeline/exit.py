@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
+import os
 import signal
 import sys
 import time
@@ -11,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -96,6 +99,20 @@ def exit_code_of(work: Callable[[], object]) -> int:
     if code == 128 + signal.SIGINT:
         return _report(KeyboardInterrupt())
     return code if isinstance(code, int) else 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; one of several does so without taking the interpreter apart.
+
+    Threads of torch outlive the process group and can deadlock with an interpreter that ends
+    (https://github.com/pytorch/pytorch/issues/190489); the scheduler would wait for that process until the time limit.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit._run_exitfuncs()  # loggers of experiments end their runs there
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _report(error: BaseException) -> int:

@@ -15,6 +15,7 @@ from cache.progress import Progress
 T = TypeVar("T")
 ROUND_SECONDS = 0.5
 FAREWELL_SECONDS = 5.0  # the others answer within a round, unless they are gone
+_left: list[object] = []
 
 
 class StoppableProgress:
@@ -149,6 +150,11 @@ def stopped_before_training() -> StoppedError:
 
 
 def leave_processes() -> None:
-    """End the process group, if there is one; all processes must have come to the end of their work."""
+    """End the process group, if there is one; all processes must have come to the end of their work.
+
+    The group object itself stays: DDP's reducer, taken down under the interpreter's lock, would otherwise hold the last
+    reference, and gloo's destructor joins threads that may wait for that lock to let go of a tensor.
+    """
     if distributed.is_initialized():
+        _left.append(distributed.group.WORLD)
         distributed.destroy_process_group()

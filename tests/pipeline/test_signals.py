@@ -121,3 +121,22 @@ def test_sigterm_while_training_leaves_a_checkpoint_to_go_on_from(
     assert resumed.code == 0, resumed.err
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert steps == list(range(1, step + 2))
+
+
+LEAVES = """
+import atexit, threading
+from pipeline.exit import leave
+
+atexit.register(print, "at exit")
+threading.Thread(target=threading.Event().wait).start()  # ends never, as a thread of a library may
+print("said")
+leave(7)
+"""
+
+
+def test_one_of_several_processes_ends_whatever_threads_it_has() -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, "said\nat exit\n"), done.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -102,12 +102,15 @@ def _process(rank: int, count: int, port: int, log: Path, work: Callable[..., in
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(WAIT_SECONDS - 20)  # where a process hangs is found in its log
     torch.set_num_threads(1)
     if count > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.exit(work(rank, *arguments))
+    from pipeline.exit import leave
+
+    leave(work(rank, *arguments))
 
 
 def _train(rank: int, arguments: Sequence[str], folder: Path, stop: Stop | None) -> int:
