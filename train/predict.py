@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,10 +45,25 @@ def predict(
     """
     record = prompt_record(images, prompt, system)
     token = int(load_hf_config(model).image_token_id)
-    processor = ImageProcessor.from_checkpoint(model, cache)
     encoder = ChatEncoder.from_checkpoint(model, token)
+    inputs = _inputs(record, encoder, ImageProcessor.from_checkpoint(model, cache), cache.max_image_pixels)
+    full = load_adapter(load_full_model(model, train, training_device(train)), adapter)
+    full.eval()
+    device = next(full.parameters()).device
+    with torch.no_grad():
+        output = full.generate(
+            **{name: tensor.to(device) for name, tensor in inputs.items()},
+            **greedy(encoder.tokenizer, evaluation.max_new_tokens),
+        )
+    return str(encoder.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _inputs(
+    record: Record, encoder: ChatEncoder, processor: ImageProcessor, max_image_pixels: int
+) -> dict[str, torch.Tensor]:
+    """What the stock `generate` takes, on the CPU."""
     pixels = [
-        processor(decode(ref.read(), where=ref.path, max_image_pixels=cache.max_image_pixels), where=ref.path)
+        processor(decode(ref.read(), where=ref.path, max_image_pixels=max_image_pixels), where=ref.path)
         for ref in record.images
     ]
     grids = [(int(g[0]), int(g[1]), int(g[2])) for _, g in pixels]
@@ -57,28 +71,18 @@ def predict(
     parts = tuple(SampleImage("", grids[index], record.images[index]) for index in text.image_order)
     row = widen(
         make_sample(text, parts, merge_size=processor.merge_size, source="prompt"),
-        image_token_id=token,
+        image_token_id=encoder.image_token_id,
         merge_size=processor.merge_size,
     )
-    full = load_adapter(load_full_model(model, train, training_device(train)), adapter)
-    full.eval()
-    device = next(full.parameters()).device
     input_ids = torch.from_numpy(row.input_ids)[None]
-    vision: dict[str, Any] = {}
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     if pixels:
-        vision = {
-            "pixel_values": torch.cat([pixels[i][0] for i in text.image_order]).to(device),
-            "image_grid_thw": torch.stack([pixels[i][1] for i in text.image_order]).to(device),
-            "mm_token_type_ids": (input_ids == token).to(torch.int32).to(device),
+        inputs |= {
+            "pixel_values": torch.cat([pixels[i][0] for i in text.image_order]),
+            "image_grid_thw": torch.stack([pixels[i][1] for i in text.image_order]),
+            "mm_token_type_ids": (input_ids == encoder.image_token_id).to(torch.int32),
         }
-    with torch.no_grad():
-        output = full.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=torch.ones_like(input_ids).to(device),
-            **greedy(encoder.tokenizer, evaluation.max_new_tokens),
-            **vision,
-        )
-    return str(encoder.tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
+    return inputs
 
 
 def prompt_record(images: Sequence[Path], prompt: str, system: str | None) -> Record:
