@@ -141,4 +141,4 @@ def fingerprint_folders(root: Path) -> list[Path]:
 
 def no_cache(root: Path) -> CacheError:
     """The error for a folder that holds none."""
-    return CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split train` first")
+    return CacheError("there is no cache here", where=str(root), do="run `pipeline cache --split NAME` first")

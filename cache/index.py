@@ -60,7 +60,9 @@ class EntryIndex:
         if others:
             table = IndexTable.merged([table, *others])
         for stamp in table.stamps:
-            check_shard_size(folder / SHARDS / stamp.shard, sizes.get(stamp.shard), stamp.num_bytes)
+            shard = folder / SHARDS / stamp.shard
+            size = sizes[stamp.shard] if stamp.shard in sizes else _size(shard)
+            check_shard_size(shard, size, stamp.num_bytes)
         return cls(table)
 
     @classmethod
@@ -205,6 +207,14 @@ def _list_shards(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, in
     except FileNotFoundError:
         pass  # nothing has been committed yet
     return indexes, sizes
+
+
+def _size(shard: Path) -> int | None:
+    """Of a shard that the listing lacks: one committed while it was made can be left out though its index is in."""
+    try:
+        return shard.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _state(stamp: ShardStamp) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def survey_splits(
     unique = {ref.file or place: ref for place, ref in refs.items()}
     headers = dict(zip(unique, read_headers(list(unique.values()), progress), strict=True))
     facts: dict[object, ImageFacts | DataError] = {
-        name: _facts(unique[name], header, processor, cache.max_image_pixels) for name, header in headers.items()
+        name: image_facts(unique[name], header, processor, cache.max_image_pixels) for name, header in headers.items()
     }
     usable = [
         (n, unique[n], h) for n, h in headers.items() if isinstance(h, Header) and isinstance(facts[n], ImageFacts)
@@ -113,14 +113,22 @@ def survey_splits(
     return Survey(estimates, shape, stored, target, free_bytes(target), rates)
 
 
-def _facts(ref: ImageRef, header: Header | DataError, processor: ImageProcessor, limit: int) -> ImageFacts | DataError:
+def image_facts(
+    ref: ImageRef, header: Header | DataError, processor: ImageProcessor, limit: int
+) -> ImageFacts | DataError:
+    """What an image's header says of it, or why it cannot be cached.
+
+    Args:
+        limit: cache.max_image_pixels.
+    """
     if isinstance(header, DataError):
         return header
     if header.height * header.width > limit:
         return DataError(
             f"is {header.width}x{header.height}, more than cache.max_image_pixels = {limit}",
             where=ref.path,
-            do="raise cache.max_image_pixels, or leave its records out with data.on_bad_record: report",
+            do="reduce the image, raise cache.max_image_pixels if memory allows, or leave its records "
+            "out with data.on_bad_record: report",
         )
     try:
         grid = processor.grid_of(header.height, header.width, where=ref.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -12,17 +13,25 @@ from train.run_folder import METRICS_FILE
 
 @dataclass(frozen=True, slots=True)
 class PartsProgress:
-    """(committed, all) distinct images of each part of a split, and when the last ones were committed."""
+    """How far the parts of a split are.
+
+    Attributes:
+        parts: (committed, all) distinct images of each part.
+        commits: of each shard with such images when it was written, and how many of them it has of each part.
+    """
 
     parts: tuple[tuple[int, int], ...]
+    commits: tuple[tuple[datetime, tuple[int, ...]], ...]
     looked: datetime
 
     def end_of(self, part: int, started: datetime) -> datetime | None:
         """When a part will be done if it goes on as since `started`; None while nothing can be said."""
         done, total = self.parts[part]
-        if done == 0 or self.looked <= started:
+        # What was there before, of an earlier start or because another split has it too, tells nothing of the pace.
+        since = sum(counts[part] for written, counts in self.commits if written >= started)
+        if since == 0 or self.looked <= started:
             return None
-        return self.looked + (self.looked - started) * ((total - done) / done)
+        return self.looked + (self.looked - started) * ((total - done) / since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +56,22 @@ class StageProgress:
 def parts_progress(folder: Path, split: str, num_parts: int) -> PartsProgress | None:
     """Of a split of the cache in `folder`; None while its image list is not written."""
     from cache.index import EntryIndex
-    from cache.manifest import load_split
+    from cache.manifest import SHARDS, load_split
     from cache.parts import part_of
 
     listed = load_split(folder, split)
     if listed is None:
         return None
-    entries = EntryIndex.open(folder)
-    counts = [[0, 0] for _ in range(num_parts)]
-    for key in {image.key for image in listed.images}:
-        count = counts[part_of(key, num_parts)]
-        count[0] += key in entries
-        count[1] += 1
-    return PartsProgress(tuple((done, total) for done, total in counts), datetime.now())
-
-
-def committed_images(folder: Path) -> int:
-    """Distinct images in the cache in `folder`, of whatever split."""
-    from cache.index import EntryIndex
-    from cache.manifest import SHARDS
-
-    return len(EntryIndex.open(folder)) if (folder / SHARDS).is_dir() else 0
+    wanted = {image.key for image in listed.images}
+    commits = []
+    for shard, keys in EntryIndex.open(folder).by_shard():
+        found = Counter(part_of(key, num_parts) for key in keys if key in wanted)
+        if found:
+            written = datetime.fromtimestamp((folder / SHARDS / shard).stat().st_mtime)
+            commits.append((written, tuple(found[part] for part in range(num_parts))))
+    totals = Counter(part_of(key, num_parts) for key in wanted)
+    parts = tuple((sum(counts[part] for _, counts in commits), totals[part]) for part in range(num_parts))
+    return PartsProgress(parts, tuple(commits), datetime.now())
 
 
 def stage_progress(folder: Path) -> StageProgress | None:

@@ -124,7 +124,7 @@ class ChainFolder:
                 flock(lock, LOCK_EX | LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    "another `pipeline submit` is at work", where=str(self.folder), do="wait until it has ended"
+                    "another submission is at work", where=str(self.folder), do="wait until it has ended"
                 ) from None
             yield
 

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.chain_progress import PartsProgress, StageProgress, committed_images, parts_progress, stage_progress
+from cache.errors import PipelineError
+from cache.progress import Progress
+from pipeline.chain_progress import PartsProgress, StageProgress, parts_progress, stage_progress
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob
 from pipeline.chain_submit import kind_of, look
 from pipeline.config import PipelineConfig
+from pipeline.printed_commands import runnable
 from slurm.client import RUNNING, JobInfo, SlurmClient
 
 LOG_LINES = 8
@@ -35,8 +38,11 @@ _REASONS = {
 }
 
 
-def status(settings: PipelineConfig, client: SlurmClient) -> str:
+def status(settings: PipelineConfig, progress: Progress, client: SlurmClient) -> str:
     """The jobs that were submitted for the run folder, in order.
+
+    Args:
+        progress: of finding out what is finished, which is only asked where a job ended without it, or is forgotten.
 
     Raises:
         ConfigError: jobs.json is damaged.
@@ -45,26 +51,60 @@ def status(settings: PipelineConfig, client: SlurmClient) -> str:
     folder = ChainFolder(settings.output_dir)
     chain = folder.load()
     if chain is None:
-        return f"nothing was submitted for {settings.output_dir}; `pipeline submit` does it"
+        return (
+            f"nothing was submitted for {settings.output_dir}; {runnable('`pipeline submit`')} does it\n"
+            "Jobs of slurm/chain.sh, or of an sbatch of your own, are not followed: `squeue --me` shows them."
+        )
     infos = look(chain, client)
+    shown = [(job, seen) for job in chain.jobs if (seen := _not_replaced(chain, job, infos[job.id])) is not None]
+    finished, note = frozenset[str](), []
+    if any(_ended_badly(seen) for _, seen in shown):
+        from pipeline.chain_finished import finished_jobs
+
+        try:
+            finished = finished_jobs(settings, progress)
+        except PipelineError as error:
+            # The states are no less true for it.
+            note = [runnable(f"what is finished cannot be told: {error}")]
     lines = [f"chain in {folder.folder}"]
-    for number, job in enumerate(chain.jobs):
-        again = {task for later in chain.jobs[number + 1 :] if later.name == job.name for task in later.tasks or ()}
-        shown = [info for info in infos[job.id] if info.task not in again]
-        lines += _job_lines(settings, folder, chain, job, shown)
-    return "\n".join(lines)
+    for job, seen in shown:
+        lines += _job_lines(settings, folder, chain, job, seen, finished=job.name in finished)
+    return "\n".join([*lines, *note])
+
+
+def _not_replaced(chain: Chain, job: SubmittedJob, infos: Sequence[JobInfo]) -> list[JobInfo] | None:
+    """Without the tasks that were submitted again; None where nothing of the job is left."""
+    later = chain.jobs[chain.jobs.index(job) + 1 :]
+    again = {task for other in later if other.name == job.name for task in other.tasks or ()}
+    if job.tasks and again.issuperset(job.tasks):
+        return None
+    return [info for info in infos if info.task not in again]
+
+
+def _ended_badly(infos: Sequence[JobInfo]) -> bool:
+    """Nothing of it is queued or running, and not all of it is known to have ended well."""
+    return not any(info.active for info in infos) and (not infos or any(i.state != "COMPLETED" for i in infos))
 
 
 def _job_lines(
-    settings: PipelineConfig, folder: ChainFolder, chain: Chain, job: SubmittedJob, infos: Sequence[JobInfo]
+    settings: PipelineConfig,
+    folder: ChainFolder,
+    chain: Chain,
+    job: SubmittedJob,
+    infos: Sequence[JobInfo],
+    *,
+    finished: bool,
 ) -> list[str]:
     head = f"{job.name:24s} {job.id:>8s}  "
+    over = finished and _ended_badly(infos)
     if not infos:
-        return [f"{head}SLURM does not know it any more; `pipeline submit` finds out what is finished"]
-    lines = [head + _state(infos)]
+        if over:
+            return [f"{head}finished; SLURM does not know the job any more"]
+        return [f"{head}SLURM does not know it any more; {runnable('`pipeline submit`')} does what is left of it"]
+    lines = [f"{head}finished; the job itself: {_state(infos)}" if over else head + _state(infos)]
     lines += [f"    {line}" for line in _progress(settings, chain, job, infos)]
     for info in infos:
-        if not info.active and info.state != "COMPLETED":
+        if not over and not info.active and info.state != "COMPLETED":
             lines += [f"    {line}" for line in failure_lines(settings, folder, job, info)]
     return lines
 
@@ -91,7 +131,7 @@ def failure_lines(settings: PipelineConfig, folder: ChainFolder, job: SubmittedJ
         own = f"slurm.{kind_of(job)}.mem"
         # Where the kind has its own, the common one is not looked at.
         keys = own if getattr(settings.slurm, kind_of(job)).mem is not None else f"slurm.mem or {own}"
-        lines.append(f"  What to do: raise {keys}, then run `pipeline submit` again")
+        lines.append(f"  What to do: raise {keys}, then run {runnable('`pipeline submit`')} again")
     if info.started is None or not log.is_file():
         return lines
     return [*lines, f"  {log} ends:", *(f"  | {line}" for line in _end_of(log))]
@@ -111,7 +151,7 @@ def _progress(settings: PipelineConfig, chain: Chain, job: SubmittedJob, infos: 
         cache = Path(chain.workdir) / chain.cache
         progress = parts_progress(cache, job.split, chain.num_parts)
         if progress is None:
-            yield f"{committed_images(cache)} images are in the cache so far; those of the split are not counted yet"
+            yield "the images of the split are not counted yet"
         else:
             yield _parts_line(progress)
             for info in running:

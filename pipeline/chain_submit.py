@@ -13,6 +13,8 @@ from cache.progress import Progress
 from pipeline.chain import ALL, CHECK, COMPARE, PlannedJob, Queued, plan_jobs, to_submit
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob, differences, only_for_new_jobs, snapshot
 from pipeline.config import PipelineConfig
+from pipeline.printed_commands import runnable
+from pipeline.record_check import check_records
 from slurm.chain import ChainJob, check_setup, describe, submit_chain, take_back
 from slurm.client import JobInfo, SlurmClient
 from slurm.config import SlurmConfig
@@ -31,7 +33,7 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
 
     Raises:
         ConfigError: jobs are still queued or running, and more differs than what new jobs ask for; says what.
-        PipelineError: the model, the data or the cache cannot be used.
+        PipelineError: the model, the data or the cache cannot be used; of a split that is to be cached also a record.
         SlurmError: SLURM is missing or refused a job; those before it are cancelled, and the record is as it was.
     """
     check_setup(settings.slurm.setup)
@@ -60,6 +62,7 @@ def _submit(
         jobs=chain.jobs if chain else (),
     )
     planned, loose = to_submit(plan_jobs(settings, folder.config, done), queued)
+    check_records(settings, [job.split for job in planned if job.split is not None], progress)
     scripts = {job.name: _script(settings, folder, job, workdir) for job in planned}
     remaining = {name: there.ids for name, there in queued.items() if name not in loose}
     order = describe([job.chained for job in planned], remaining) or "nothing to do: everything is finished"
@@ -81,7 +84,7 @@ def _submit(
         raise _taken_back(refused, folder, kept, numbers, client) from refused
     folder.save(_without_replaced(folder.load() or base))
     lines = [f"submitted {name:24s} job {number}" for name, number in numbers.items()]
-    advice = f"`pipeline status --config ...` shows them; scripts and logs are in {folder.folder}"
+    advice = f"{runnable('`pipeline status`')} shows them; scripts and logs are in {folder.folder}"
     return "\n".join([order, "", *lines, advice])
 
 

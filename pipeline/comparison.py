@@ -21,6 +21,7 @@ from train.job import is_finished
 from train.run_folder import METRICS_FILE as STEPS_FILE
 
 TRAIN_LOSS, STEPS, SECONDS, RATE = "final train loss", "steps", "training time (s)", "samples/s"
+OF_TRAINING = (TRAIN_LOSS, STEPS, SECONDS, RATE)
 NAME = "comparison"
 
 
@@ -32,6 +33,7 @@ class Row:
         values: metric -> value; a metric that is missing or not a finite number is not in it.
         losses: (step, training loss), the steps of all stages counted on.
         missing: what is not there (yet), in words.
+        finished: all its stages are; if not, what training gave and took is that so far.
     """
 
     experiment: str
@@ -39,6 +41,11 @@ class Row:
     values: dict[str, float]
     losses: list[tuple[float, float]]
     missing: tuple[str, ...]
+    finished: bool = True
+
+    def is_so_far(self, metric: str) -> bool:
+        """Whether the value of a metric is that of a training which is not finished."""
+        return not self.finished and metric in OF_TRAINING and metric in self.values
 
 
 def write_comparison(folder: Path, experiments: Sequence[Experiment], splits: Sequence[str]) -> str:
@@ -72,6 +79,7 @@ def row_of(experiment: Experiment, splits: Sequence[str]) -> Row:
         timed = [line for line in lines if "seconds" in line]
         seconds += sum(line["seconds"] for line in timed)
         samples += sum(line["seconds"] * line["samples_per_second"] for line in timed)
+    finished = not missing
     last = experiment.stages[-1]
     values = {STEPS: steps} if steps else {}
     if lines:  # of the last stage
@@ -82,15 +90,16 @@ def row_of(experiment: Experiment, splits: Sequence[str]) -> Row:
         values |= _scores(last, split, missing)
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     missing += [f"{name} is {values[name]}" for name in values.keys() - finite.keys()]
-    return Row(experiment.name, tuple(stage.name for stage in experiment.stages), finite, losses, tuple(missing))
+    return Row(
+        experiment.name, tuple(stage.name for stage in experiment.stages), finite, losses, tuple(missing), finished
+    )
 
 
 def metrics_of(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
     """The columns: scores in the order in which they first come, then what training took."""
-    after = [TRAIN_LOSS, STEPS, SECONDS, RATE]
-    scores = dict.fromkeys(name for row in rows for name in row.values if name not in after)
+    scores = dict.fromkeys(name for row in rows for name in row.values if name not in OF_TRAINING)
     expected = [f"{split} loss" for split in splits]
-    return [*dict.fromkeys([*expected, *scores]), *after]
+    return [*dict.fromkeys([*expected, *scores]), *OF_TRAINING]
 
 
 def markdown(rows: Sequence[Row], metrics: Sequence[str]) -> str:
@@ -115,13 +124,14 @@ def _in_a_line(text: str) -> str:
 
 
 def as_csv(rows: Sequence[Row], metrics: Sequence[str]) -> str:
-    """The table with all digits; an empty cell is a missing value, and the last column says why."""
+    """The table with all digits; an empty cell is a missing value, and the last columns say why and what is so far."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["experiment", "stages", *metrics, "missing"])
+    writer.writerow(["experiment", "stages", *metrics, "missing", "so far"])
     for row in rows:
         numbers = [repr(row.values[name]) if name in row.values else "" for name in metrics]
-        writer.writerow([row.experiment, " > ".join(row.stages), *numbers, "; ".join(row.missing)])
+        so_far = "; ".join(name for name in metrics if row.is_so_far(name))
+        writer.writerow([row.experiment, " > ".join(row.stages), *numbers, "; ".join(row.missing), so_far])
     return out.getvalue()
 
 
@@ -136,12 +146,12 @@ def _not_measured(row: Row, metrics: Sequence[str], splits: Sequence[str]) -> li
 
 
 def _cells(row: Row, metrics: Sequence[str]) -> list[str]:
-    return [_shown(name, row.values[name]) if name in row.values else "missing" for name in metrics]
+    return [_shown(row, name) if name in row.values else "missing" for name in metrics]
 
 
-def _shown(name: str, value: float) -> str:
+def _shown(row: Row, name: str) -> str:
     digits = {STEPS: 0, SECONDS: 1, RATE: 2}.get(name, 4)
-    return f"{value:.{digits}f}"
+    return f"{row.values[name]:.{digits}f}{' so far' if row.is_so_far(name) else ''}"
 
 
 def _scores(stage: Stage, split: str, missing: list[str]) -> dict[str, float]:

@@ -70,10 +70,14 @@ def _bars(rows: Sequence[Row], metric: str, names: list[str], colours: list[str]
                 "y": 30 + BAR * place,
                 "length": round(abs(value) / longest * room, 1) if value is not None else 0,
                 "colour": colour,
-                "text": "missing" if value is None else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}",
+                "text": "missing" if value is None else f"{_figure(value)}{' so far' if row.is_so_far(metric) else ''}",
             }
         )
     return bars
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _curves(rows: Sequence[Row], colours: list[str]) -> dict[str, Any] | None:

@@ -45,7 +45,13 @@ _KNOWN_AS = {
     "bf16": "precision",
     "fp16": "precision",
     "warmup_ratio": "warmup_steps",
+    "cpus": "cpus_per_task",
+    "gres": "gpus",
+    "queue": "partition",
+    "walltime": "time",
+    "env": "setup",
 }
+_FEW = 8  # keys that are listed where none is near
 
 
 def explain(error: ValidationError, root: type[BaseModel], overridden: Sequence[str] = ()) -> list[str]:
@@ -79,7 +85,7 @@ def _line(key: str, item: ErrorDetails, messages: list[str], overridden: Sequenc
 def _message(item: ErrorDetails, root: type[BaseModel]) -> str:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"there is no such setting; nearest: {', '.join(_nearest(item['loc'], root))}"
+        return f"there is no such setting{_others(item['loc'], root)}"
     if kind in _BOUNDS:
         return _BOUNDS[kind].format_map(context)
     if kind == "literal_error":
@@ -117,19 +123,27 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _nearest(location: Sequence[int | str], root: type[BaseModel]) -> list[str]:
-    """Full keys, the likeliest first: a slip of the pen, the same name in another section, a likeness."""
-    name = str(location[-1])
+def _others(location: Sequence[int | str], root: type[BaseModel]) -> str:
+    """The nearest settings; where none is near those of the section, if they are few."""
     section: Any = root
     for part in location[:-1]:
         section = _below(section, part)
     prefix = "".join(f"{part}." for part in location[:-1])
-    siblings = list(section.model_fields)
+    siblings = sorted(section.model_fields)
+    near = _nearest(str(location[-1]), siblings, prefix, root)
+    if near:
+        return f"; nearest: {', '.join(near)}"
+    if len(siblings) <= _FEW:
+        return f"; there are: {', '.join(prefix + key for key in siblings)}"
+    return f", and none of {prefix.rstrip('.') or 'the sections'} is like it"
+
+
+def _nearest(name: str, siblings: Sequence[str], prefix: str, root: type[BaseModel]) -> list[str]:
+    """Full keys, the likeliest first: a slip of the pen, the same name in another section, a likeness."""
     wanted = {name, _KNOWN_AS.get(name)}
     slips, like = (difflib.get_close_matches(name, siblings, n=3, cutoff=cutoff) for cutoff in (0.85, 0.6))
     elsewhere = [key for key in all_keys(root) if key.rpartition(".")[2] in wanted]
-    near = [*(prefix + key for key in slips), *elsewhere, *(prefix + key for key in like)]
-    return list(dict.fromkeys(near)) or [prefix + key for key in sorted(siblings)]
+    return list(dict.fromkeys([*(prefix + key for key in slips), *elsewhere, *(prefix + key for key in like)]))
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -18,6 +18,7 @@ from typing import NoReturn
 import typer
 
 from cache.errors import CacheError, ConfigError, DataError, PipelineError, ResourceError, StoppedError
+from pipeline.printed_commands import runnable
 from slurm.errors import SlurmError
 
 BUG = 1
@@ -127,10 +128,10 @@ def _report(error: BaseException) -> int:
         _say("stopped at once; what was committed is kept")
         return stop_request.exit_code
     if isinstance(error, SlurmError):
-        _say(f"error: {error}")
+        _say(f"error: {runnable(str(error))}")
         return error.exit_code
     if isinstance(error, PipelineError) and not isinstance(error, StoppedError):
-        _say(f"error: {_told(error)}")
+        _say(f"error: {runnable(_told(error))}")
         return error.exit_code
     # A signal that reached the worker processes as well may have ended them before this one came to a safe point.
     if isinstance(error, StoppedError) or (stop_request() and _lost_worker(error)):

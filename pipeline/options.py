@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.printed_commands import note_options, note_splits
+
 if TYPE_CHECKING:
     from pipeline.config import PipelineConfig
     from train.job import Job
@@ -37,7 +39,10 @@ def load(config: Path, overrides: list[str] | None) -> PipelineConfig:
     """The configuration with its overrides."""
     from pipeline.config import load_config
 
-    return load_config(config, overrides)
+    note_options(config, overrides)
+    settings = load_config(config, overrides)
+    note_splits(list(settings.data.splits))
+    return settings
 
 
 def load_stage(

@@ -8,6 +8,7 @@ import sys
 import time
 
 from pipeline.exit import StopRequest
+from pipeline.printed_commands import runnable
 from slurm.client import SlurmClient
 from slurm.environment import OwnJob
 from slurm.errors import SlurmError
@@ -44,7 +45,7 @@ def requeue_if_asked(limit: int, stop: StopRequest, code: int) -> None:
         return
     if job.restarts >= limit:
         _say(f"job {job.id} was put back into the queue {job.restarts} times already (slurm.max_requeues: {limit})")
-        _say("run `pipeline submit` again to go on")
+        _say(runnable("run `pipeline submit` again to go on"))
         return
     # The end of this process is SLURM's now, and comes by these signals.
     for number in StopRequest.SIGNALS:
@@ -52,7 +53,7 @@ def requeue_if_asked(limit: int, stop: StopRequest, code: int) -> None:
     try:
         SlurmClient().requeue(job.id)
     except SlurmError as error:
-        _say(f"{error}\n  The work so far is kept: `pipeline submit` goes on with it.")
+        _say(runnable(f"{error}\n  The work so far is kept: `pipeline submit` goes on with it."))
         return
     _say(f"job {job.id} goes back into the queue, for the {job.restarts + 1}. time of at most {limit}")
 

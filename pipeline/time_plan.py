@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.printed_commands import runnable
 from pipeline.time_job import Prediction, TimedJob, predict
 from pipeline.time_span import NOTHING, Span, duration, each
 
-HOW_TO_MEASURE = "run `pipeline plan --config ... --calibrate` in a job on the same kind of GPU as the jobs will have"
+
+def how_to_measure() -> str:
+    """What to do where there is no figure."""
+    return runnable("run `pipeline plan --calibrate` in a job on the same kind of GPU as the jobs will have")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class TimePlan:
         if self.whole is not None:
             return f"{shown(self.whole)}{verdict}; waiting in the queue is not in it"
         count = len(self.without_figure)
-        text = f"not known: {count} {'jobs have' if count > 1 else 'job has'} no figure yet ({HOW_TO_MEASURE})"
+        text = f"not known: {count} {'jobs have' if count > 1 else 'job has'} no figure yet ({how_to_measure()})"
         return f"{text}; the others alone: {shown(self._measured)}{verdict}" if self.whole_fits is False else text
 
     def _row(self, job: TimedJob) -> tuple[str, ...]:

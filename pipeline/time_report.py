@@ -11,7 +11,7 @@ from pipeline.config import PipelineConfig
 from pipeline.time_advice import advise, describe, families
 from pipeline.time_calibrate import calibrate
 from pipeline.time_chain import TimedChain
-from pipeline.time_plan import HOW_TO_MEASURE
+from pipeline.time_plan import how_to_measure
 from slurm.times import parse_time
 
 
@@ -73,5 +73,5 @@ def report_times(settings: PipelineConfig, progress: Progress, time_limit: float
         return "nothing to do: everything is finished"
     lines = [plan.describe()]
     if not plan.known and not plan.without_figure:
-        lines.append(f"there is no figure for all of it yet: {HOW_TO_MEASURE}")
+        lines.append(f"there is no figure for all of it yet: {how_to_measure()}")
     return "\n".join([*lines, *filter(None, [describe(plan, advice)])])

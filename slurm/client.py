@@ -16,6 +16,8 @@ from slurm.errors import NoAnswerError, SlurmError
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED"})
 RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT"})
 _TIMEOUT_SECONDS = 90
+# Words of a command that did not get through to the controller; munge vouches for who asks.
+_OUT_OF_REACH = ("contact slurm controller", "could not establish a configuration source", "munge encode failed")
 _SETTING = "slurm.{}".format
 
 
@@ -142,13 +144,13 @@ class SlurmClient:
             )
         except FileNotFoundError:
             raise SlurmError(
-                f"`{command[0]}` is not installed here",
-                do="run this on a login node of the cluster; without SLURM run the verbs one after another: "
-                "pipeline cache, pipeline train, pipeline eval",
+                f"SLURM was not found: there is no command `{command[0]}` on PATH here",
+                do="run this on a login node of the cluster (perhaps after `module load slurm`); without SLURM run the "
+                "verbs cache, train and eval by hand, one after another",
             ) from None
         except subprocess.TimeoutExpired:
             raise NoAnswerError(
-                f"`{command[0]}` gave no answer within {_TIMEOUT_SECONDS} s",
+                f"SLURM does not answer: `{command[0]}` waited for {_TIMEOUT_SECONDS} s",
                 do="try again; if it stays so, ask those who run the cluster",
             ) from None
 
@@ -156,13 +158,17 @@ class SlurmClient:
         self, what: str, done: subprocess.CompletedProcess[str], setting: Callable[[str], str] = _SETTING
     ) -> SlurmError:
         words = (done.stderr or done.stdout).strip()
+        lines = "".join(f"\n    {line}" for line in words.splitlines())
+        if any(sign in words.lower() for sign in _OUT_OF_REACH):
+            return SlurmError(
+                f"SLURM does not answer: `{done.args[0]}` cannot reach its controller. It says:{lines}",
+                do="try again when the controller answers (`scontrol ping`), or on a login node of the cluster",
+            )
         kind = NoAnswerError if "timed out" in words.lower() else SlurmError
-        return kind(f"{what}. SLURM says:\n    " + "\n    ".join(words.splitlines()), do=self._advice(words, setting))
+        return kind(f"{what}. SLURM says:{lines}", do=self._advice(words, setting))
 
     def _advice(self, words: str, setting: Callable[[str], str]) -> str:
         lower = words.lower()
-        if "contact slurm controller" in lower or "could not establish a configuration source" in lower:
-            return "try again when the controller answers (`scontrol ping`), or on a login node of the cluster"
         if "timed out" in lower:
             return "see with `squeue --me` whether it was done all the same, then try again"
         if "invalid partition" in lower:

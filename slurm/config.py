@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from slurm.extra_options import check_option
 from slurm.times import parse_time
-
-# The chain gives these itself and finds logs, order and states by them.
-_OURS = (
-    "array",
-    "chdir",
-    "dependency",
-    "error",
-    "job-name",
-    "kill-on-invalid-dep",
-    "no-requeue",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "signal",
-    "wait",
-    "wrap",
-)
-_JOBS = ("cache", "train", "eval", "light")
-_TIME, _GPUS = (" or ".join(f"slurm.{job}.{name}" for job in _JOBS) for name in ("time", "gpus"))
-_SETTINGS = {
-    "account": "slurm.account",
-    "constraint": "slurm.constraint",
-    "cpus-per-gpu": "slurm.cpus_per_task",
-    "cpus-per-task": "slurm.cpus_per_task",
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-socket": _GPUS,
-    "gpus-per-task": _GPUS,
-    "gres": _GPUS,
-    "mem": "slurm.mem",
-    "mem-per-cpu": "slurm.mem",
-    "mem-per-gpu": "slurm.mem",
-    "nodes": "slurm.train.nodes",
-    "partition": "slurm.partition",
-    "qos": "slurm.qos",
-    "time": _TIME,
-}
-_SHORT = {
-    **{"a": "array", "d": "dependency", "D": "chdir", "e": "error", "J": "job-name", "n": "ntasks", "o": "output"},
-    **{"A": "account", "C": "constraint", "c": "cpus-per-task", "G": "gpus", "N": "nodes", "p": "partition"},
-    **{"q": "qos", "t": "time", "W": "wait"},
-}
 
 
 def _option_value(value: str) -> str:
@@ -62,23 +17,6 @@ def _option_value(value: str) -> str:
     if any(not char.isprintable() for char in value) or "\\" in value:
         raise ValueError("cannot stand in an #SBATCH line: no line breaks, control characters or backslashes there")
     return value
-
-
-def _option_name(line: str) -> str:
-    """The long name, without dashes, of the one option in an #SBATCH line; of a short one that is not ours, `-x`."""
-    try:
-        words = shlex.split(line)  # as sbatch does, which would take several options from one line
-    except ValueError:
-        words = []
-    option, *values = words or [""]
-    if not values and (found := re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", option)):
-        return found[1]
-    # Not -xVALUE: sbatch reads -Hd as -H and -d.
-    if re.fullmatch(r"-[A-Za-z]", option) and len(values) <= 1 and not "".join(values).startswith("-"):
-        return _SHORT.get(option[1], option)
-    raise ValueError(
-        f"{line!r} is not one option of sbatch: write it as in --mail-type=FAIL, each as an item of its own"
-    )
 
 
 def _script_line(value: str) -> str:
@@ -184,7 +122,7 @@ class SlurmConfig(Section):
     """Lines of bash run in every job before its command, e.g. `[source /home/me/venv/bin/activate]`."""
     sbatch: tuple[OptionValue, ...] = ()
     """More options for every job, one an item, e.g. `["--mail-type=FAIL", "--exclude=node07"]`; none that has a
-    setting here."""
+    setting here, and none that the chain gives itself or that would break it, such as `--export` and `--clusters`."""
     signal_seconds: int = Field(default=300, ge=1, le=65535)
     """How long before its time limit a job is told to stop: long enough for a step, an evaluation and a checkpoint. It
     then goes back into the queue and goes on from there."""
@@ -206,13 +144,7 @@ class SlurmConfig(Section):
     @classmethod
     def _options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for line in value:
-            name = _option_name(line)
-            # sbatch takes shortened names as well.
-            if any(ours.startswith(name) for ours in _OURS):
-                raise ValueError(f"{line!r}: the chain sets --{name} itself")
-            for option, setting in _SETTINGS.items():
-                if option.startswith(name):
-                    raise ValueError(f"{line!r}: set {setting} instead")
+            check_option(line)
         return value
 
     @model_validator(mode="after")

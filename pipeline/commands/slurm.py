@@ -29,9 +29,13 @@ def submit(
 def status(config: ConfigOption, overrides: SetOption = None) -> None:
     """The jobs of a chain: state, why one waits or failed, progress, and the predicted end against the time limit."""
     from pipeline.chain_status import status as chain_status
+    from pipeline.progress import Bar
     from slurm.client import SlurmClient
 
-    print(chain_status(load(config, overrides), SlurmClient()))
+    settings = load(config, overrides)
+    with Bar() as progress:
+        text = chain_status(settings, progress, SlurmClient())
+    print(text)
 
 
 def cancel(config: ConfigOption, overrides: SetOption = None) -> None:

@@ -11,6 +11,7 @@ import typer
 from cache.errors import ConfigError
 from pipeline.exit import stop_request
 from pipeline.options import ConfigOption, DryRun, SetOption, job_of, load
+from pipeline.printed_commands import runnable
 
 if TYPE_CHECKING:
     from pipeline.config import PipelineConfig
@@ -127,7 +128,8 @@ def cache(
             print(cache_verbs.repair(builder, settings, progress))
         name = f"cache-{split}{f'.{mine.name}' if mine else ''}"
         with JobClock(progress, settings.output_dir, name, new_record("cache", settings), needs="encoding") as clock:
-            summary = builder.run(split, clock, stop_request.install(), mine)
+            # As a part: its list of images lies there while they are encoded, for `pipeline status`.
+            summary = builder.run(split, clock, stop_request.install(), mine or Part(0, 1))
     print(cache_verbs.report(settings, summary, mine))
 
 
@@ -207,4 +209,5 @@ def prune(
     from pipeline import cache_verbs
 
     settings = load(config, overrides)
-    print(cache_verbs.prune(settings, fingerprint=fingerprint, leftovers=leftovers, yes=yes and not dry_run))
+    done = cache_verbs.prune(settings, fingerprint=fingerprint, leftovers=leftovers, yes=yes and not dry_run)
+    print(runnable(done))

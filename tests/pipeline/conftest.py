@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from cache.errors import ConfigError
 from pipeline.cli import app
+from pipeline.config import PipelineConfig, load_config
 from pipeline.exit import StopRequest, exit_code_of, stop_request
+from pipeline.printed_commands import forget
+
+MINIMAL = "model: org/checkpoint\ndata: {splits: {train: train.jsonl, val: val.jsonl}}\noutput_dir: runs/first\n"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
 
     yield call
     stop_request.received = None
+    forget()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -108,3 +114,29 @@ def add_record(folder: Path) -> Callable[..., None]:
             file.write(json.dumps(record(name)) + "\n")
 
     return add
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., PipelineConfig]:
+    """Loads a text as my.yaml, with overrides."""
+
+    def load_text(text: str, *overrides: str) -> PipelineConfig:
+        file = tmp_path / "my.yaml"
+        file.write_text(text, encoding="utf-8")
+        return load_config(file, list(overrides))
+
+    return load_text
+
+
+@pytest.fixture
+def refusal(load: Callable[..., PipelineConfig]) -> Callable[..., str]:
+    """The message with which a text or an override is refused."""
+
+    def message(text: str, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        assert caught.value.exit_code == 2
+        assert "What to do: " in str(caught.value)
+        return str(caught.value)
+
+    return message

@@ -20,13 +20,16 @@ def test_a_split_that_is_not_cached_yet(run: Callable[..., Any], cached: Path, f
     evaluated = run("eval", "--config", cached, "--base", "--set", val)
 
     for result in (trained, evaluated):
-        result.check_refusal(4, "split 'val' has not been cached yet", "pipeline cache --split val")
+        result.check_refusal(4, "split 'val' has not been cached yet", f"`pipeline cache --config {cached} --set=", val)
+        assert " --split val`" in result.err
 
 
 def test_training_before_anything_is_cached(run: Callable[..., Any], config: Callable[..., Path]) -> None:
-    result = run("train", "--config", config(ROW), "--from-cache")
+    file = config(ROW)
 
-    result.check_refusal(4, "there is no cache here", "pipeline cache --split train")
+    result = run("train", "--config", file, "--from-cache")
+
+    result.check_refusal(4, "there is no cache here", f"`pipeline cache --config {file} --split train`")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def test_verify_says_what_to_run_and_that_mends_it(run: Callable[..., Any], cach
     shard.write_bytes(content)
     for options in ([], ["--split", "train"]):
         run("verify", "--config", cached, *options).check_refusal(
-            4, f"shards/{shard.name}: its bytes do not match", "`pipeline cache --repair --split train`"
+            4,
+            f"shards/{shard.name}: its bytes do not match",
+            f"`pipeline cache --config {cached} --repair --split train`",
         )
     mended = run("cache", "--config", cached, "--repair", "--split", "train")
     assert mended.code == 0, mended.err

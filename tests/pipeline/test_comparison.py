@@ -90,10 +90,11 @@ def test_the_three_files(finished: tuple[Experiment, ...], tmp_path: Path) -> No
     assert table[3] == ["two", "first > second", "1.5000", "0.5000", "1.1250", "5", "2.5", "8.00"]
     assert len({len(line) for line in lines if line.startswith("|")}) == 1
     rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
-    assert [(row["experiment"], float(row["val loss"]), row["missing"]) for row in rows] == [
+    assert [(row["experiment"], float(row["val loss"]), row["missing"] + row["so far"]) for row in rows] == [
         ("plain", 2.5, ""),
         ("two", 1.5, ""),
     ]
+    assert "so far" not in said
     picture = ET.fromstring((tmp_path / "comparison.svg").read_text())
     words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert [metric in words for metric in METRICS] == [True] * len(METRICS)
@@ -114,8 +115,15 @@ def test_what_is_missing_is_said(settings: PipelineConfig, tmp_path: Path) -> No
         "- two: second is not finished",
         "- two: val is not evaluated",
     ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines()[2:4]]
+    assert cells == [
+        ["plain", "-", "missing", "2.0000 so far", "2 so far", "1.0 so far", "8.00 so far"],
+        ["two", "first > second", "missing", "missing", "1 so far", "0.5 so far", "8.00 so far"],
+    ]
     rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
     assert [(row["val loss"], row["final train loss"]) for row in rows] == [("", "2.0"), ("", "")]
+    assert rows[1]["so far"] == "steps; training time (s); samples/s"
+    assert ">0.5 so far<" in (tmp_path / "comparison.svg").read_text()
     assert rows[1]["missing"] == "second is not finished; val is not evaluated"
     assert ">missing<" in (tmp_path / "comparison.svg").read_text()
 

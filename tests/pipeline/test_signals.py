@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.chain_progress import parts_progress
+
 CONSOLE_SCRIPT = Path(sys.executable).with_name("pipeline")
 
 
@@ -94,6 +96,11 @@ def test_sigterm_while_caching_keeps_what_is_committed(
     assert "run the same command to go on" in err
     kept = sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
     assert 0 < kept < 300
+    # `pipeline status` counts by the list of images, which lies there from the start.
+    (cache,) = (path.parent for path in features.glob("*/shards"))
+    progress = parts_progress(cache, "train", 1)
+    assert progress is not None
+    assert progress.parts == ((kept, 300),)
     finished = run("cache", "--config", config, "--split", "train")
     assert finished.code == 0, finished.err
     assert f"encoded now      {300 - kept} images" in finished.out

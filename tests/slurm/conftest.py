@@ -20,6 +20,7 @@ from pipeline.cli import app
 from pipeline.config import PipelineConfig, load_config
 from pipeline.demo.screenshots import make_screenshots
 from pipeline.exit import StopRequest, exit_code_of, stop_request
+from pipeline.printed_commands import forget
 from tests.slurm.cluster import Cluster, missing_programs
 
 BIN = Path(sys.executable).parent
@@ -85,6 +86,7 @@ def verb(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
 
     yield call
     stop_request.received = None
+    forget()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

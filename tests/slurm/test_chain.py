@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def test_a_chain_stops_at_a_failing_part_and_a_resubmit_finishes_it(
     changed = verb("submit", "--config", config, "--set", "train.learning_rate=1e-3")
     assert changed.code == 2
     assert "train.learning_rate: 0.003 there, 0.001 now" in changed.err
-    assert "run `pipeline cancel` first" in changed.err
+    options = shlex.join(["--config", str(config), "--set=train.learning_rate=1e-3"])
+    assert f"run `pipeline cancel {options}` first" in changed.err
     twice = verb("submit", "--config", config)
     assert "submitted" not in twice.out
     assert f"train: already queued as {new['train']}" in twice.out

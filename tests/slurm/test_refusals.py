@@ -205,11 +205,18 @@ def test_no_controller_answers(
     conf.write_text(cluster.conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1 # ") + "MessageTimeout=1\n")
     monkeypatch.setenv("SLURM_CONF", str(conf))
 
-    refused = verb("submit", "--config", job_config(cache={"dir": str(features)}))
+    config = job_config(cache={"dir": str(features)})
+    refused = verb("submit", "--config", config)
+    folder = ChainFolder(tmp_path / "run")
+    job = SubmittedJob(name="train", id="7", tasks=None, log="train.%j.log", folder=".", time_limit=60)
+    folder.save(Chain(workdir=str(tmp_path), cache=str(features), num_parts=2, jobs=(job,)))
 
-    assert refused.code == 6
-    assert "Unable to contact slurm controller" in refused.err
-    assert "try again when the controller answers" in refused.err
+    for said in (refused, verb("status", "--config", config)):
+        assert said.code == 6
+        assert "refused" not in said.err
+        assert "Unable to contact slurm controller" in said.err
+        assert "What to do: try again when the controller answers" in said.err
+    assert "SLURM does not answer: `sbatch` cannot reach its controller. It says:" in refused.err
 
 
 def test_slurm_is_not_installed(
@@ -221,9 +228,13 @@ def test_slurm_is_not_installed(
     refused = verb("submit", "--config", config)
 
     assert refused.code == 6
-    assert "`sbatch` is not installed here" in refused.err
+    assert "refused" not in refused.err
+    assert "SLURM was not found: there is no command `sbatch` on PATH here" in refused.err
     assert "run this on a login node of the cluster" in refused.err
-    assert verb("status", "--config", config).out.startswith("nothing was submitted for")
+    status = verb("status", "--config", config).out
+    assert status.startswith("nothing was submitted for")
+    assert f"`pipeline submit --config {config}` does it\nJobs of slurm/chain.sh," in status
+    assert "are not followed: `squeue --me` shows them" in status
     assert verb("cancel", "--config", config).out.startswith("nothing to cancel")
 
 
@@ -285,4 +296,4 @@ def test_two_submissions_at_once(
         refused = verb("submit", "--config", job_config(cache={"dir": str(features)}))
 
     assert refused.code == 2
-    assert "another `pipeline submit` is at work" in refused.err
+    assert "another submission is at work" in refused.err
