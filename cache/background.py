@@ -42,18 +42,20 @@ class Stage(Generic[T]):
 
         Raises:
             BaseException: what `work` raised before.
+            RuntimeError: the thread cannot be started.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._unfinished or self._fits(weight))
             self._raise_error()
             if self._error is not None:
                 return
-            self._unfinished += weight
-            self._waiting.append((item, weight))
             if self._thread is None:
                 # A daemon, so that a process that ends without closing the stage does end.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # may fail; then nothing counts as unfinished that nobody would ever finish
+                self._thread = thread
+            self._unfinished += weight
+            self._waiting.append((item, weight))
             self._changed.notify_all()
 
     def drain(self) -> None:

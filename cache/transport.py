@@ -6,7 +6,8 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, TypeVar
@@ -121,8 +122,8 @@ class Transport(ABC):
                     raise CacheError(
                         f"cannot be read after {failures} attempts: {error or type(error).__name__}",
                         where=self.place(path),
-                        do="check that the server is up and reachable from this machine, then run the same command "
-                        "again: it goes on where it was",
+                        do="check that the server is up and reachable from this machine, and the credentials if it "
+                        "asks for any, then run the same command again: it goes on where it was",
                     ) from error
             time.sleep(self.patience.delay(failures))
 
@@ -142,7 +143,8 @@ class FsspecTransport(Transport):
         del size  # what is cut or longer does not pass the checksum
         system, root = self._system()
         try:
-            content = system.cat_file(f"{root}/{path}", start=offset, end=offset + len(target))
+            with self._errors_of_the_back_end(path):
+                content = system.cat_file(f"{root}/{path}", start=offset, end=offset + len(target))
         except FileNotFoundError:
             raise missing(self.place(path)) from None
         target[: len(content)] = content
@@ -151,12 +153,29 @@ class FsspecTransport(Transport):
     def _read_whole(self, path: str, limit: int) -> bytes | None:
         system, root = self._system()
         try:
-            size = int(system.info(f"{root}/{path}")["size"])
-            if size > limit:
-                raise self.too_large(path, size)
-            return bytes(system.cat_file(f"{root}/{path}"))
+            with self._errors_of_the_back_end(path):
+                size = int(system.info(f"{root}/{path}")["size"])
+                if size > limit:
+                    raise self.too_large(path, size)
+                return bytes(system.cat_file(f"{root}/{path}"))
         except FileNotFoundError:
             return None
+
+    @contextmanager
+    def _errors_of_the_back_end(self, path: str) -> Iterator[None]:
+        """Back ends raise errors of their libraries, of which nobody here knows which may pass: all are tried again."""
+        try:
+            yield
+        except PermissionError as error:
+            raise CacheError(
+                f"the server refuses it: {error}",
+                where=self.place(path),
+                do="check the credentials that the fsspec package for such addresses finds, and what they may read",
+            ) from error
+        except (OSError, CacheError):
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _system(self) -> tuple[Any, str]:
         """This process's own file system object: a forked one would share connections and threads with its parent."""

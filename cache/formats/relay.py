@@ -55,12 +55,18 @@ class Reader:
 
     def _read_by_two(self, relay: _Relay) -> None:
         started = time.perf_counter()
-        helper = Thread(target=relay.run, name="cache-read")
+        helper = Thread(target=relay.help, name="cache-read")
         helper.start()
-        waited = relay.run()
-        joining = time.perf_counter()
-        helper.join()
+        try:
+            waited = relay.run()
+            joining = time.perf_counter()
+            relay.wait_for_helper()
+        except BaseException as error:  # an interruption: the other thread must neither wait nor go on
+            relay.fail(error)
+            relay.wait_for_helper()
+            raise
         ended = time.perf_counter()
+        helper.join()
         if waited + ended - joining > PATIENCE * (ended - started):
             self._alone = PAUSE
         if relay.error is not None:
@@ -79,7 +85,23 @@ class _Relay:
         self._read, self._arrived = read, arrived
         self._taken = self._handed_on = 0
         self._changed = Condition()
+        self._helper_ended = False
         self.error: BaseException | None = None
+
+    def help(self) -> None:
+        """What the second thread does."""
+        self.run()
+        with self._changed:
+            self._helper_ended = True
+            self._changed.notify()
+
+    def wait_for_helper(self) -> None:
+        """Wait until the second thread touches nothing any more.
+
+        No `join`: after an interrupted one Python takes the thread for ended, which it is not.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._helper_ended)
 
     def run(self) -> float:
         """Take pieces until none is left or one of the threads has failed; returns the seconds spent waiting."""
@@ -97,10 +119,14 @@ class _Relay:
                     self._handed_on += 1
                     self._changed.notify()
         except BaseException as error:  # also an interruption: the other thread must not wait for this one
-            with self._changed:
-                self.error = self.error or error
-                self._changed.notify()
+            self.fail(error)
         return waited
+
+    def fail(self, error: BaseException) -> None:
+        """Let both threads end."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify()
 
     def _take(self) -> int | None:
         with self._changed:

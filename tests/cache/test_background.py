@@ -78,6 +78,20 @@ def test_an_error_does_not_leave_the_caller_waiting() -> None:
     stage.close()
 
 
+@pytest.mark.timeout(30)
+def test_a_thread_that_cannot_be_started_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stage = Stage[int]("test", lambda _: None, limit=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            stage.put(1)
+    stage.drain()
+    stage.close()
+
+
 def test_the_thread_ends_and_none_is_started_for_nothing() -> None:
     before = threading.active_count()
     Stage[int]("test", lambda _: None, limit=1).close()

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, Dataset
 
 from cache.config import CacheConfig
@@ -256,6 +257,44 @@ def test_no_path_leads_outside(tmp_path: Path, serve: Callable[[Path], Site]) ->
         with pytest.raises(CacheError, match="has not been cached"):
             cache.split(name)
     assert not site.log
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, name: str, errors: list[Exception]) -> None:
+    """The store's next calls of `name` raise these."""
+    call = getattr(MemoryFileSystem, name)
+
+    def raising(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, name, raising)
+
+
+class StoreError(Exception):
+    """As object stores' libraries have: no OSError."""
+
+
+def test_failures_of_an_object_stores_library_are_met_with_patience(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "info", [StoreError("cannot connect")] * (FAST.attempts - 1))
+    cache = open_at(bucket)
+    errors: list[Exception] = [StoreError("cannot connect")] * (FAST.attempts - 1)
+    faulty(monkeypatch, "cat_file", errors)
+    assert_same(cache.read(KEYS[0]), FEATURES[0])
+    assert not errors
+    errors += [StoreError("no credentials")] * FAST.attempts
+    with pytest.raises(CacheError, match=r"(?s)after 4 attempts: StoreError: no credentials.*the credentials"):
+        cache.read(KEYS[4])
+
+
+def test_what_an_object_store_refuses_is_not_asked_for_again(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [PermissionError("Forbidden")] * 2
+    faulty(monkeypatch, "info", errors)
+    with pytest.raises(CacheError, match=r"(?s)memory://bucket/manifest\.json.*refuses it: Forbidden.*credentials"):
+        open_at(bucket)
+    assert len(errors) == 1
 
 
 def test_another_fingerprint_is_refused(tmp_path: Path, serve: Callable[[Path], Site]) -> None:

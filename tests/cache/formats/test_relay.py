@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -87,6 +88,39 @@ def test_a_failure_of_the_one_who_is_handed_the_bytes() -> None:
     with pytest.raises(KeyboardInterrupt):
         Reader().read(parts_of(40 * PIECE), Source().read, refuse)
     assert not [thread for thread in threading.enumerate() if thread.name == "cache-read"]
+
+
+def test_an_interruption_while_the_other_thread_reads_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the caller hears of it, nobody touches the memory any more, and nobody waits for ever."""
+    main, taken = threading.current_thread(), threading.Event()
+    take = relay._Relay._take
+
+    def helper_first(self: relay._Relay) -> int | None:
+        if threading.current_thread() is main:
+            taken.wait(10)
+            return take(self)
+        number = take(self)
+        taken.set()
+        return number
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def slow(_target: memoryview, _offset: int) -> None:
+        time.sleep(1.0)
+        done.append(True)
+
+    done: list[bool] = []
+    monkeypatch.setattr(relay._Relay, "_take", helper_first)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)  # pytest-timeout's, to be set again
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Reader().read(parts_of(PIECE), slow, lambda _: None)
+        assert done, "somebody still writes into the memory"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def test_where_the_second_thread_is_slow_the_next_entries_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
