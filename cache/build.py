@@ -32,7 +32,7 @@ from cache.manifest import (
     save_refused,
     save_split,
 )
-from cache.parts import Part
+from cache.parts import WHOLE, Part
 from cache.patches import Normalizer
 from cache.pixels import Pixels, load_pixels
 from cache.plan import Plan, make_plan
@@ -123,7 +123,7 @@ class CacheBuilder:
             },
         )
 
-    def plan(self, split: str, progress: Progress, part: Part | None = None) -> Plan:
+    def plan(self, split: str, progress: Progress, part: Part = WHOLE) -> Plan:
         """See cache.plan.make_plan."""
         return make_plan(
             self._data,
@@ -141,7 +141,7 @@ class CacheBuilder:
         split: str,
         progress: Progress,
         should_stop: ShouldStop = lambda: False,
-        part: Part | None = None,
+        part: Part = WHOLE,
     ) -> Summary:
         """Cache what is not cached yet of one split, or of one part of it.
 
@@ -153,8 +153,7 @@ class CacheBuilder:
         plan = self.plan(split, progress, part)
         plan.require_space()
         save_manifest(self.folder, self.manifest)
-        if part is not None:
-            self._save_split(plan, {})  # parts that start later need not scan, and a missing one is noticed
+        self._save_split(plan, {})  # parts that start later need not scan, and what is missing is noticed
         started = time.perf_counter()
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
@@ -221,9 +220,6 @@ class CacheBuilder:
         """
         keys = {image.path: image.key for image in plan.images}
         reasons = {keys[path]: error.what for path, error in broken.items()}
-        if plan.part is None:
-            self._write_split(plan, reasons)
-            return
         for key, reason in reasons.items():
             save_refused(self.folder, RefusedImage(key=key, reason=reason))
         written = None
@@ -241,6 +237,6 @@ class CacheBuilder:
                 num_records=plan.num_records,
                 images=[image for image in plan.images if image.key not in reasons],
                 refused=plan.refused | {i.path: reasons[i.key] for i in plan.images if i.key in reasons},
-                num_parts=plan.part.count if plan.part else 1,
+                num_parts=plan.part.count,
             ),
         )

@@ -239,8 +239,10 @@ def load_split(folder: Path, split: str) -> SplitImages | None:
 
 
 def save_refused(folder: Path, image: RefusedImage) -> None:
-    """Tell the writers of other parts that an image cannot be decoded."""
+    """Tell the writers of other parts that an image cannot be decoded, unless that is told already."""
     target = folder / REFUSED / f"{image.key}.json"
+    if target.exists() and load_refused_image(target) == image:
+        return
     target.parent.mkdir(exist_ok=True)
     write_text(target, seal(image.model_dump_json()))
 

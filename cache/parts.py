@@ -30,6 +30,11 @@ class Part:
         return part_of(key, self.count) == self.index
 
     @property
+    def of_several(self) -> bool:
+        """Whether there are other parts."""
+        return self.count > 1
+
+    @property
     def name(self) -> str:
         """For file names."""
         return f"part-{self.index}-of-{self.count}"
@@ -37,6 +42,9 @@ class Part:
     def options(self) -> str:
         """As it stands on the command line."""
         return f"--num-parts {self.count} --part {self.index}"
+
+
+WHOLE = Part(0, 1)
 
 
 def part_of(key: str, count: int) -> int:

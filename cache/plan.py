@@ -13,7 +13,7 @@ from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.index import EntryIndex
 from cache.manifest import Manifest, SplitImage, load_split
-from cache.parts import Part
+from cache.parts import WHOLE, Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import ImageRef, Record
@@ -50,7 +50,7 @@ class Plan:
     image_tokens: int
     todo_bytes: int
     missing_bytes: int
-    part: Part | None = None
+    part: Part = WHOLE
 
     @property
     def num_distinct(self) -> int:
@@ -59,11 +59,11 @@ class Plan:
 
     def describe(self) -> str:
         """What would be done, in lines for a person."""
+        others = f" by {self.part.name}; {self.missing_bytes / 1e6:.2f} MB by all parts" if self.part.of_several else ""
         return (
             f"split {self.split}: {self.num_records} records, {len(self.rejected)} to leave out, "
             f"{self.num_distinct} distinct images, {self.image_tokens} image tokens\n"
-            f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB"
-            f"{f' by {self.part.name}; {self.missing_bytes / 1e6:.2f} MB by all parts' if self.part else ''}\n"
+            f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB{others}\n"
             f"  free        {free_bytes(self.folder) / 1e6:.0f} MB\n"
             f"  cache       {self.folder}"
         )
@@ -88,7 +88,7 @@ def make_plan(
     processor: ImageProcessor,
     max_image_pixels: int,
     progress: Progress,
-    part: Part | None = None,
+    part: Part = WHOLE,
 ) -> Plan:
     """Read the records, look at each image's header and hash, and find what is still to do (in this part).
 
@@ -103,7 +103,7 @@ def make_plan(
     distinct = {image.listed.key: (image.listed, image.ref) for image in scanned if image.listed is not None}
     images = list(distinct.values())
     missing = [images[place] for place in EntryIndex.open(folder).missing(list(distinct))]
-    todo = [image for image in missing if part is None or part.has(image[0].key)]
+    todo = [image for image in missing if part.has(image[0].key)]
     tokens = _Tokens(processor, manifest.bytes_per_token())
     left_out = {r.source for r in rejected}
     return Plan(

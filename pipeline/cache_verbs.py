@@ -17,7 +17,7 @@ from cache.find import BACKEND_FIELDS, find_cache
 from cache.fingerprint import Fingerprint, expected_fingerprint
 from cache.formats import FORMATS
 from cache.manifest import folder_name, load_manifest
-from cache.parts import Part
+from cache.parts import WHOLE, Part
 from cache.processes import Child, run_children
 from cache.progress import Progress
 from cache.prune import remove_fingerprint, remove_leftovers, survey_holdings, total_bytes
@@ -29,14 +29,14 @@ from pipeline.gpus import environment_of, visible_gpus
 from pipeline.options import PROGRAM
 
 
-def summary_file(settings: PipelineConfig, split: str, part: Part | None = None) -> Path:
+def summary_file(settings: PipelineConfig, split: str, part: Part) -> Path:
     """Where the figures of a caching run are kept."""
-    return settings.output_dir / f"cache-{split}{f'.{part.name}' if part else ''}.json"
+    return settings.output_dir / f"cache-{split}{f'.{part.name}' if part.of_several else ''}.json"
 
 
-def report(settings: PipelineConfig, summary: Summary, part: Part | None) -> str:
+def report(settings: PipelineConfig, summary: Summary, part: Part) -> str:
     """Keep the figures of a caching run and the list of what was left out; returns them for a person."""
-    name = f"{summary.split}.{part.name}" if part else summary.split
+    name = f"{summary.split}.{part.name}" if part.of_several else summary.split
     rejected = list_rejected(settings.output_dir, name, summary.rejected)
     _write_summary(settings, summary, part)
     listed = f", listed in {rejected}" if rejected else ""
@@ -54,7 +54,7 @@ def _describe(figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _write_summary(settings: PipelineConfig, summary: Summary, part: Part | None) -> None:
+def _write_summary(settings: PipelineConfig, summary: Summary, part: Part) -> None:
     """A run that had nothing to encode measured nothing."""
     target = summary_file(settings, summary.split, part)
     if summary.encoded_images or not target.exists():
@@ -124,7 +124,7 @@ def cache_in_processes(
         whole[name] = sum(one[name] for one in figures)
     whole["seconds"] = max(one["seconds"] for one in figures)
     whole["images_per_second"] = round(whole["encoded_images"] / whole["seconds"], 3) if whole["seconds"] else 0.0
-    target = summary_file(settings, split)
+    target = summary_file(settings, split, WHOLE)
     if whole["encoded_images"] or not target.exists():
         write_text(target, json.dumps(whole, indent=1))
     return "\n".join(_describe(whole))

@@ -113,9 +113,9 @@ def cache(
     from pipeline.time_records import JobClock
 
     settings = load(config, overrides)
-    mine = Part(part, num_parts) if num_parts > 1 or part else None
+    mine = Part(part, num_parts)
     if gpus:
-        environments = cache_verbs.gpu_environments(settings, gpus, alone=not (mine or repair or dry_run))
+        environments = cache_verbs.gpu_environments(settings, gpus, alone=not (mine.of_several or repair or dry_run))
         again = ["--config", str(config), "--split", split, *(f"--set={override}" for override in overrides or [])]
         print(cache_verbs.cache_in_processes(settings, again, split, environments, stop_request.install()))
         return
@@ -126,10 +126,9 @@ def cache(
             return
         if repair:
             print(cache_verbs.repair(builder, settings, progress))
-        name = f"cache-{split}{f'.{mine.name}' if mine else ''}"
+        name = f"cache-{split}{f'.{mine.name}' if mine.of_several else ''}"
         with JobClock(progress, settings.output_dir, name, new_record("cache", settings), needs="encoding") as clock:
-            # As a part: its list of images lies there while they are encoded, for `pipeline status`.
-            summary = builder.run(split, clock, stop_request.install(), mine or Part(0, 1))
+            summary = builder.run(split, clock, stop_request.install(), mine)
     print(cache_verbs.report(settings, summary, mine))
 
 

@@ -233,12 +233,13 @@ def test_no_process_outlives_a_parent_that_gives_up(tmp_path: Path) -> None:
         os.kill(int(one.log.read_text()), 0)
 
 
-def test_processes_on_one_machine(whole: Any, tmp_path: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_on_one_machine(whole: Any, tmp_path: Path, tiny: Path, count: int) -> None:
     """The machinery of --gpus, with processes that see no GPU."""
     config = elsewhere(whole[1], tmp_path / "parts")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     arguments = ["--config", str(tmp_path / "my.yaml"), "--split", "train", f"--set=cache.dir={tmp_path / 'parts'}"]
-    text = cache_in_processes(config, arguments, "train", [environment] * 2, never)
+    text = cache_in_processes(config, arguments, "train", [environment] * count, never)
     assert "9 distinct images" in text
     assert "encoded now      9 images" in text
     folder = builder_of(config).folder
