@@ -86,6 +86,14 @@ class StopWhenAsked(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopped = True
         return control
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Trainer calls a stop within an epoch its end, too: evaluating would cost the time that is running out."""
+        if self.stopped and state.epoch is not None and not float(state.epoch).is_integer():
+            control.should_evaluate = control.should_save = False
+        return control
+
 
 def _training_line(state: TrainerState, logs: dict[str, float]) -> str:
     left = int(logs["seconds_left"])

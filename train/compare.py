@@ -203,6 +203,7 @@ class _Held(FeatureSource):
     """Features that are in memory already."""
 
     features: Mapping[str, VisionFeatures]
+    bytes_per_token: int = 0  # nothing is loaded
 
     def load(self, image: SampleImage) -> StepImage:
         """See FeatureSource."""

@@ -15,6 +15,9 @@ from cache.quantize import restore
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
 from train.sample import SampleImage
+from train.shared_memory import give_back
+
+_COLOURS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,10 @@ class CachedImage:
     dtype: torch.dtype
 
     def pin_memory(self) -> CachedImage:
-        """Page-locked copy."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        """Page-locked copy. What a worker handed over is given back: the data loader drops it after this."""
+        pinned = self._map(lambda tensor: tensor.pin_memory())
+        give_back(self.features.image_embeds)  # all of an image's tensors lie in one piece
+        return pinned
 
     def on(self, device: torch.device) -> VisionFeatures:
         """The features on a device; quantised ones travel in their 8 bits and are dequantised there."""
@@ -65,7 +70,13 @@ StepImage = CachedImage | PixelImage
 
 
 class FeatureSource(ABC):
-    """Reads one image for a step. Lives in data-loader workers, so it holds no model."""
+    """Reads one image for a step. Lives in data-loader workers, so it holds no model.
+
+    Attributes:
+        bytes_per_token: of memory, that one merged token of a loaded image takes.
+    """
+
+    bytes_per_token: int
 
     @abstractmethod
     def load(self, image: SampleImage) -> StepImage:
@@ -77,6 +88,7 @@ class CachedSource(FeatureSource):
 
     def __init__(self, cache: FeatureCache) -> None:
         self._cache = cache
+        self.bytes_per_token = cache.manifest.bytes_per_token()
 
     def load(self, image: SampleImage) -> StepImage:
         """See FeatureSource."""
@@ -98,6 +110,8 @@ class LiveSource(FeatureSource):
 
     def __init__(self, processor: ImageProcessor, max_image_pixels: int) -> None:
         self._processor, self._limit = processor, max_image_pixels
+        numbers = (processor.merge_size * processor.patch_size) ** 2 * processor.temporal_patch_size * _COLOURS
+        self.bytes_per_token = numbers * torch.float32.itemsize
 
     def load(self, image: SampleImage) -> StepImage:
         """See FeatureSource."""

@@ -34,20 +34,22 @@ def hidden_states(
     image_positions: torch.Tensor,
     embeds: Sequence[torch.Tensor],
     levels: Sequence[Sequence[torch.Tensor]],
+    read_positions: torch.Tensor,
     **inputs: Any,
 ) -> torch.Tensor:
-    """The last hidden states of a row.
+    """The last hidden states of a row where they are read.
 
     Args:
-        language_model: of the kind that `at_positions` gives.
+        language_model: of the kind that `at_positions` gives, its last layer of the kind that `reading_some` gives.
         input_ids: (1, S) int64.
         image_positions: (M,) int64, of the placeholders, ascending.
         embeds: of each image (N, D), M rows in all.
         levels: the same for each DeepStack level.
+        read_positions: (T,) int64.
         inputs: what else the stock language model takes.
 
     Returns:
-        (1, S, D).
+        (T, D).
 
     Raises:
         ValueError: there are more or fewer features than placeholders.
@@ -63,6 +65,10 @@ def hidden_states(
             "deepstack_visual_embeds": [torch.cat(list(level)) for level in levels],
         }
     given = {name: value for name, value in inputs.items() if value is not None}  # PEFT names all that it knows
-    output = language_model(inputs_embeds=text, **visual, **given)
-    hidden: torch.Tensor = output.last_hidden_state
-    return hidden
+    if len(levels) >= len(language_model.layers):  # the last layer's output then takes features at all positions
+        whole: torch.Tensor = language_model(inputs_embeds=text, **visual, **given).last_hidden_state
+        return whole[0].index_select(0, read_positions)
+    read: torch.Tensor = language_model(
+        inputs_embeds=text, read_positions=read_positions, **visual, **given
+    ).last_hidden_state
+    return read[0]

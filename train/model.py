@@ -18,6 +18,8 @@ from train.config import TrainConfig
 from train.fp8 import require_fp8, to_fp8
 from train.head import Targets, weighted_loss
 from train.image_positions import at_positions, hidden_states
+from train.last_layer import reading_some
+from train.lora_scale import scale_between
 from train.sharding import PLAN, gather_in_forward, is_sharded, loading_arguments
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,6 +58,7 @@ def prepare_for_training(model: Any, config: TrainConfig, device: torch.device) 
             # fp32 would only be undone by it.
             if hasattr(module, "lora_A"):
                 module.cast_input_dtype_enabled = False
+    scale_between(model)
     wanted = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     if wanted:
         for layer in model.get_base_model().model.language_model.layers:
@@ -85,6 +88,8 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
             super().__init__(hf_config)
             self.model.visual = None
             self.model.language_model.__class__ = at_positions(type(self.model.language_model))
+            last = self.model.language_model.layers[-1]
+            last.__class__ = reading_some(type(last))
             if is_sharded(config):
                 self.fsdp_plan = PLAN
 
@@ -93,8 +98,9 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
             """The stock forward; given targets, their loss instead of logits, which may not fit the memory."""
             if targets is None:
                 return super().forward(*args, **kwargs)
-            hidden = hidden_states(self.model.language_model, *args, **kwargs)
-            return weighted_loss(self.lm_head, hidden[0].index_select(0, targets.positions), targets)
+            read = targets.positions
+            hidden = hidden_states(self.model.language_model, read_positions=read, **kwargs)
+            return weighted_loss(self.lm_head, hidden, targets)
 
     # What is saved later names its class, and that must be one that others have.
     WithoutTower.__name__ = stock.__name__

@@ -18,6 +18,7 @@ from train.order import Order, epoch_order
 from train.pack import Pack, build_pack
 from train.prefix_tree import Symbols, sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
+from train.shared_memory import require_room
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
 
@@ -134,6 +135,17 @@ class StepDataset(Dataset[Step]):
             text += sample.num_tokens - sum(sizes.values())
         return text + sum(images.values())
 
+    @property
+    def largest_step_bytes(self) -> int:
+        """Bytes of the images in a process's share of the step that has most of them, in the first epoch."""
+        sizes = (
+            {image.key: image.grid for i in self.indices(0, step) for image in self._samples[i].images}
+            for step in range(len(self))
+        )
+        merge = self._model["merge_size"]
+        tokens = max(sum(num_image_tokens(grid, merge) for grid in grids.values()) for grids in sizes)
+        return math.ceil(tokens / self._world_size) * self._source.bytes_per_token
+
     def tokens_in_step(self, epoch: int, step: int) -> int:
         """Tokens that the process with most of them computes in a step: each row's shared prefixes once."""
         costs = self._costs([self._samples[i] for i in self.indices(epoch, step)])[2]
@@ -224,9 +236,26 @@ class StepLoader(DataLoader[Step]):
 
 
 def make_loader(
-    dataset: StepDataset, *, num_workers: int, pin_memory: bool, prefetch_factor: int, persistent_workers: bool
+    dataset: StepDataset,
+    *,
+    num_workers: int,
+    pin_memory: bool,
+    prefetch_factor: int,
+    persistent_workers: bool,
+    processes: int = 1,
 ) -> StepLoader:
-    """A loader over a dataset of steps; arguments as in torch's DataLoader."""
+    """A loader over a dataset of steps; arguments as in torch's DataLoader.
+
+    Args:
+        processes: of this node, each of which has a loader like this one.
+
+    Raises:
+        ResourceError: the node's shared memory does not hold what the workers prepare ahead.
+    """
+    if num_workers:
+        require_room(
+            dataset.largest_step_bytes, num_workers=num_workers, prefetch_factor=prefetch_factor, processes=processes
+        )
     return StepLoader(
         dataset,
         batch_sampler=StepSampler(len(dataset)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ class StepTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor or 2,
             persistent_workers=self.args.dataloader_persistent_workers,
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # torchrun's word for it
         )
 
     def num_examples(self, dataloader: Any) -> int:

@@ -32,6 +32,8 @@ IMAGES = Path(__file__).parents[1] / "data" / "images"
 class NoFeatures(FeatureSource):
     """Gives nothing: only the rows are looked at."""
 
+    bytes_per_token = 0
+
     def load(self, image: SampleImage) -> StepImage:
         """See FeatureSource."""
         return PixelImage(torch.empty(0), torch.tensor(image.grid))

@@ -125,6 +125,7 @@ class Watched(FeatureSource):
 
     def __post_init__(self) -> None:
         self.keys: list[str] = []
+        self.bytes_per_token = self.source.bytes_per_token
 
     def load(self, image: SampleImage) -> StepImage:
         self.keys.append(image.key)
@@ -158,6 +159,7 @@ class _Announced(FeatureSource):
 
     def __init__(self, source: FeatureSource, folder: Path) -> None:
         self._source, self._folder = source, folder
+        self.bytes_per_token = source.bytes_per_token
 
     def load(self, image: SampleImage) -> StepImage:
         (self._folder / f"{time.monotonic_ns()}-{image.key[:8]}").touch()

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from cache.errors import ResourceError
 from cache.records import ImageRef
 from train.attention import BLOCK_SIZE
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.sample import Sample, SampleImage, make_sample
-from train.step import Step, StepDataset
+from train.step import Step, StepDataset, make_loader
 
 IMAGE_TOKEN, MERGE = 1, 2
 
 
 class _NoFeatures(FeatureSource):
+    bytes_per_token = 0
+
     def load(self, image: SampleImage) -> StepImage:
         return PixelImage(torch.empty(0), torch.tensor(image.grid))
 
@@ -119,3 +122,26 @@ def test_the_heaviest_step_is_the_one_with_most_to_compute() -> None:
 
     assert (number, tokens) == (1, 4 * 405)
     assert tokens == steps.tokens_in_step(0, 1) > steps.tokens_in_step(0, 0)
+
+
+class _Large(_NoFeatures):
+    bytes_per_token = 1 << 30
+
+
+def test_a_loader_whose_steps_shared_memory_cannot_hold_is_refused() -> None:
+    steps = StepDataset(
+        _samples(40),
+        _Large(),
+        effective_batch_size=8,  # two images of four tokens
+        tokens_per_pack=512,
+        image_token_id=IMAGE_TOKEN,
+        merge_size=MERGE,
+        seed=None,
+        world_size=2,
+    )
+    assert steps.largest_step_bytes == 2 * 4 // 2 << 30
+    settings = {"pin_memory": False, "prefetch_factor": 1000, "persistent_workers": False}
+
+    with pytest.raises(ResourceError, match="8000 steps of up to"):
+        make_loader(steps, num_workers=8, **settings)  # type: ignore[arg-type]
+    make_loader(steps, num_workers=0, **settings)  # type: ignore[arg-type]

@@ -50,6 +50,32 @@ def test_a_stop_while_data_is_prepared_waits_for_no_model(config: PipelineConfig
     assert list(Run(config.output_dir).losses()) == [1, 2]
 
 
+def test_a_stop_within_an_epoch_evaluates_nothing(run_cached: Callable[..., Run], tmp_path: Path) -> None:
+    settings = {"eval_split": "val", "num_train_epochs": 2, "effective_batch_size": 8}
+
+    def evaluated(folder: Path) -> list[int]:
+        return [line["step"] for line in Run(folder).lines() if "eval_loss" in line]
+
+    with pytest.raises(StoppedError):
+        run_cached("stopped", stop_at=2, **settings)
+    assert evaluated(tmp_path / "stopped") == []
+    resumed, whole = run_cached("stopped", **settings), run_cached("whole", **settings)
+
+    steps = max(whole.losses())
+    assert evaluated(whole.folder) == evaluated(resumed.folder) == [steps // 2, steps]
+    assert steps // 2 > 2
+
+
+def test_a_stop_at_an_epochs_end_evaluates_it(run_cached: Callable[..., Run], tmp_path: Path) -> None:
+    settings = {"eval_split": "val", "num_train_epochs": 2, "effective_batch_size": 8}
+    whole = run_cached("whole", **settings)
+    half = max(whole.losses()) // 2
+    with pytest.raises(StoppedError, match=f"after step {half}"):
+        run_cached("stopped", stop_at=half, **settings)
+
+    assert [line["step"] for line in Run(tmp_path / "stopped").lines() if "eval_loss" in line] == [half]
+
+
 @pytest.mark.parametrize("from_cache", [True, False])
 def test_a_stop_while_the_model_is_loaded_begins_no_step(config: PipelineConfig, from_cache: bool) -> None:
     told = Told()

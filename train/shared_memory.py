@@ -1,0 +1,61 @@
+"""The memory by which data-loader workers hand features over: whether it is there, and giving it back early."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from cache.errors import ResourceError
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the kernel keeps it)
+
+
+def require_room(step_bytes: int, *, num_workers: int, prefetch_factor: int, processes: int) -> None:
+    """Check that the steps which workers prepare ahead fit. A worker that finds no room dies of SIGBUS, unexplained.
+
+    Args:
+        step_bytes: of the features of a process's share of a step, the largest.
+        num_workers, prefetch_factor: of each process's loader; the steps ahead are their product.
+        processes: of this node, which share its memory.
+
+    Raises:
+        ResourceError: they do not fit.
+    """
+    if not num_workers or not SHARED_MEMORY.is_dir():
+        return
+    ahead = num_workers * prefetch_factor
+    needed, free = ahead * step_bytes * processes, shutil.disk_usage(SHARED_MEMORY).free
+    if needed <= free:
+        return
+    others = f" in each of {processes} processes" if processes > 1 else ""
+    raise ResourceError(
+        f"{ahead} steps of up to {step_bytes / 1e9:.2f} GB of features are prepared ahead{others}, which takes "
+        f"{needed / 1e9:.2f} GB of shared memory; {free / 1e9:.2f} GB are free",
+        where=str(SHARED_MEMORY),
+        do="give the container more (docker run --shm-size, or --ipc=host), lower train.dataloader_num_workers or "
+        "train.dataloader_prefetch_factor, or set train.dataloader_num_workers: 0",
+    )
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Free the pages behind a tensor that a worker handed over and nobody reads again; it then reads as zeros.
+
+    Unmapping does the same, but under the interpreter's lock: some 10 ms for an image of 40 MiB, in which the thread
+    that drives the GPU stands still. Here the lock is let go. Memory that is not shared is left alone.
+    """
+    storage = tensor.untyped_storage()
+    if not sys.platform.startswith("linux") or not storage.is_shared():
+        return
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        # If the kernel refuses, the pages go when they are unmapped, as they would have without this.
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_REMOVE)
+
+
+_libc = ctypes.CDLL(None)  # calls through it let go of the interpreter's lock
