@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, settings
 
 from pipeline.config import PipelineConfig, load_config
 from pipeline.demo.tiny_model import make_tiny_checkpoint
@@ -20,6 +21,12 @@ from pipeline.demo.tiny_model import make_tiny_checkpoint
 from .range_server import Site, start_server
 
 DATA = Path(__file__).parent / "data"
+
+# The same examples in every run, and no limit on how long one may take: what else the machine does must not decide.
+settings.register_profile(
+    "seeded", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("seeded")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 from cache.errors import DataError
 from cache.progress import Silent
+from tests.ports import free_ports
 from train.job import Job
 
 WAIT_SECONDS = 120
@@ -84,7 +84,7 @@ def _run(folder: Path, count: int, work: Callable[..., int], *arguments: Any) ->
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bitsandbytes", "peft", "pipeline.cli", "train.run", "train.trainer", __name__])
     logs = [folder.with_name(f"{folder.name}-{rank}.log") for rank in range(count)]
-    port = _free_port()
+    (port,) = free_ports(1)
     started = [
         context.Process(target=_process, args=(rank, count, port, logs[rank], work, arguments)) for rank in range(count)
     ]
@@ -169,9 +169,3 @@ def _signal_later(metrics: Path, lines: int) -> None:
     while not (metrics.exists() and metrics.read_text().count('"samples_per_second"') >= lines):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
