@@ -9,6 +9,7 @@ import xxhash
 from cache.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NO_ADAPTER = "train first, or name the adapter's folder with --adapter; --base leaves it out"
 
 
 def require_adapter(adapter: Path, advice: str) -> None:

@@ -11,9 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from cache.errors import ConfigError
+from train.best_metric import greater_is_better
 from train.config import TrainConfig
-
-HIGHER_IS_BETTER = {"exact_match": True, "token_f1": True, "point_accuracy": True, "loss": False}
 
 
 def training_arguments(config: TrainConfig, folder: Path, *, evaluate: bool) -> TrainingArguments:
@@ -95,7 +94,7 @@ def _intervals(config: TrainConfig, *, evaluate: bool) -> dict[str, Any]:
         "save_total_limit": config.save_total_limit,
         "load_best_model_at_end": config.load_best_model_at_end,
         "metric_for_best_model": config.metric_for_best_model if evaluate else None,
-        "greater_is_better": HIGHER_IS_BETTER[config.metric_for_best_model] if evaluate else None,
+        "greater_is_better": greater_is_better(config.metric_for_best_model) if evaluate else None,
     }
 
 

@@ -96,13 +96,19 @@ class StopWhenAsked(TrainerCallback):
 
 
 def _training_line(state: TrainerState, logs: dict[str, float]) -> str:
-    left = int(logs["seconds_left"])
     return (
         f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
         f"grad_norm {logs['grad_norm']:.2f}  {logs['samples_per_second']:.2f} samples/s  "
         f"{logs['image_tokens_per_second']:.0f} image tokens/s  data wait {logs['data_wait_share']:.1%}  "
-        f"peak {logs['peak_memory_gib']:.2f} GiB  left {left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        f"peak {logs['peak_memory_gib']:.2f} GiB{_time_left(logs)}"
     )
+
+
+def _time_left(logs: dict[str, float]) -> str:
+    if "seconds_left" not in logs:
+        return ""
+    left = int(logs["seconds_left"])
+    return f"  left {left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
 
 
 def _step(line: str) -> float:

@@ -20,6 +20,8 @@ from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
+from train.adapter import NO_ADAPTER
+from train.adapter_settings import require_usable
 from train.dataset import Samples
 from train.features import CachedImage, CachedSource, FeatureSource, LiveSource, StepImage, features_on
 from train.inputs import Inputs
@@ -222,6 +224,8 @@ def _answers(
     progress: Progress,
 ) -> tuple[AnswerChange, ...]:
     """Each record in a batch of its own, once with live and once with cached features."""
+    if adapter is not None:
+        require_usable(adapter, job.train.quantization, NO_ADAPTER)
     device = training_device(job.train)
     model = load_adapter(load_language_model(job.model, job.train, device), adapter).eval()
     config = job.train.model_copy(update={"effective_batch_size": 1})

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cache.config import Section, UserPath
+from train.best_metric import OF_ANSWERS, is_metric
 
 DEFAULT_TOKENS_PER_PACK = 8192  # where nothing was calibrated
 
@@ -111,8 +112,9 @@ class TrainConfig(Section):
     """How many checkpoints are kept."""
     load_best_model_at_end: bool = False
     """Save the adapter of the best evaluation instead of the last one. Evaluations and checkpoints must coincide."""
-    metric_for_best_model: Literal["loss", "exact_match", "token_f1", "point_accuracy"] = "loss"
-    """What `best` means. Any but `loss` makes each evaluation generate answers, which takes longer."""
+    metric_for_best_model: str = "loss"
+    """What `best` means: `loss`, of staged answers also `loss_<stage>`, or `exact_match`, `token_f1`, `point_accuracy`,
+    for which each evaluation generates answers, which takes longer. Losses are best when low, the others when high."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of the adapter, the order of samples and dropout."""
     resume: bool = True
@@ -130,6 +132,13 @@ class TrainConfig(Section):
     def _none_alone(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "none" in value and len(value) > 1:
             raise ValueError("none stands alone")
+        return value
+
+    @field_validator("metric_for_best_model")
+    @classmethod
+    def _known_metric(cls, value: str) -> str:
+        if not is_metric(value):
+            raise ValueError(f"must be loss, loss_<stage>, {', '.join(OF_ANSWERS[:-1])} or {OF_ANSWERS[-1]}")
         return value
 
     @field_validator("max_steps")
@@ -172,4 +181,4 @@ class EvalConfig(Section):
     point_distance: float = Field(default=5.0, gt=0)
     """A point answer counts as right within this distance, in the answer's own units (e.g. percent of the image)."""
     limit: int | None = Field(default=None, gt=0)
-    """Evaluate the first so many samples only."""
+    """Evaluate the first so many samples only, loss and answers both; in training where answers are generated."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache.bad_records import LEAVE_OUT
 from cache.config import DataConfig
-from cache.dataset import Rejection, read_split, require_few
+from cache.dataset import Rejection, SplitRecords, read_split, require_few
 from cache.errors import DataError
 from cache.manifest import SplitImages
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import Record
 from cache.scan import ImageScanner
+from cache.split_lists import changed_images
 from train.chat import ChatEncoder, EncodedText
 from train.sample import Sample, SampleImage, make_sample
 
@@ -25,22 +26,35 @@ class KnownImages:
     Attributes:
         images: path -> (key, grid).
         refused: path -> reason.
+        listed: the cache's image list, where they come from one.
     """
 
     images: dict[str, tuple[str, tuple[int, int, int]]]
     refused: dict[str, str]
+    listed: SplitImages | None = None
 
     @classmethod
     def of(cls, split: SplitImages) -> KnownImages:
         """From the cache's image list: no image file is touched."""
-        return cls({i.path: (i.key, i.image_grid_thw) for i in split.images}, split.refused)
+        return cls({i.path: (i.key, i.image_grid_thw) for i in split.images}, split.refused, split)
+
+    def compared(self, read: SplitRecords, progress: Progress) -> KnownImages:
+        """These, with the images refused that are there and no longer those of the cache's list.
+
+        Raises:
+            CacheError: the list is another dataset's.
+        """
+        if self.listed is None:
+            return self
+        changed = changed_images(read.records, self.listed, read.root, progress)
+        return replace(self, refused={**self.refused, **changed}) if changed else self
 
     @classmethod
     def scan(
         cls, records: Sequence[Record], processor: ImageProcessor, max_image_pixels: int, progress: Progress
     ) -> KnownImages:
         """From the image files' headers, for the live path."""
-        scanned = ImageScanner(processor, None, max_image_pixels).scan(records, progress)
+        scanned = ImageScanner(processor, (), max_image_pixels).scan(records, progress)
         return cls(
             {i.ref.path: (i.listed.key, i.listed.image_grid_thw) for i in scanned if i.listed is not None},
             {i.ref.path: i.error.what for i in scanned if i.error is not None},
@@ -59,6 +73,21 @@ class Samples:
     samples: list[Sample]
     records: list[Record]
     rejected: list[Rejection]
+
+    def also_in(self, other: Samples) -> Samples:
+        """The samples whose record is in `other` too; what only `other` left out counts as left out."""
+        there = {record.source for record in other.records}
+        kept = [index for index, record in enumerate(self.records) if record.source in there]
+        named = {rejection.source for rejection in self.rejected}
+        return Samples(
+            [self.samples[index] for index in kept],
+            [self.records[index] for index in kept],
+            [*self.rejected, *(rejection for rejection in other.rejected if rejection.source not in named)],
+        )
+
+    def first(self, limit: int | None) -> Samples:
+        """The first so many samples; all where `limit` is None."""
+        return Samples(self.samples[:limit], self.records[:limit], self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +109,7 @@ class SampleBuilder:
 
         Raises:
             DataError: a record cannot be used, and `data.on_bad_record` is `fail` or too many are bad.
+            CacheError: the cache's list of the split is another dataset's.
         """
         return self._build(split, known, progress, self.encoder.encode)
 
@@ -95,7 +125,7 @@ class SampleBuilder:
         encode: Callable[[Record], EncodedText],
     ) -> Samples:
         read = read_split(self.data, split)
-        images = known(read.records)
+        images = known(read.records).compared(read, progress)
         rejected = list(read.rejected)
         samples, records = [], []
         progress.start(f"tokenizing {split}", len(read.records), "record")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cache.progress import Progress
-from cache.records import Image, Record, Text
+from cache.records import Image, Record
 from cache.vision_tower import VisionTower
 from train.chat import ChatEncoder
 from train.config import EvalConfig
@@ -18,7 +18,7 @@ from train.dataset import Samples
 from train.features import FeatureSource, features_on
 from train.generate import generate
 from train.loss import pack_loss
-from train.metrics import exact_match, summarize
+from train.metrics import answer_of, exact_match, summarize
 from train.sample import widen
 from train.stage_losses import StageLosses
 from train.step import Step
@@ -131,7 +131,7 @@ def weighted_loss(
 
 
 def _prediction(record: Record, prediction: str) -> Prediction:
-    answer = "".join(part.text for part in record.turns[-1].content if isinstance(part, Text))
+    answer = answer_of(record)
     asked = [turn for turn in record.turns if turn.role == "user"][-1:]
     question = "".join("<image>" if isinstance(part, Image) else part.text for turn in asked for part in turn.content)
     return Prediction(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from cache.bad_records import list_rejected
 from cache.progress import Progress
+from train.adapter import NO_ADAPTER
+from train.adapter_settings import require_usable
 from train.evaluate import Evaluation, Evaluator, weighted_loss
+from train.held_out import HeldOut
 from train.inputs import Inputs, load_tower
 from train.job import Job
 from train.lora import load_adapter
@@ -22,24 +24,25 @@ def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progres
 
     Args:
         adapter: None for the bare model.
+
+    Raises:
+        ConfigError: there is no such adapter, or it does not work on this model.
     """
+    if adapter is not None:
+        require_usable(adapter, job.train.quantization, NO_ADAPTER)
     inputs = Inputs.open(job).staged(job, [split], progress, local_rank=0)
-    known = inputs.known(split, progress)
-    held_out = inputs.samples.training(split, known, progress)
-    prompts = inputs.samples.prompts(split, known, progress)
-    list_rejected(job.output_dir, split, held_out.rejected)
+    held_out = HeldOut.read(inputs, split, progress, answers=True, limit=job.eval.limit)
+    list_rejected(job.output_dir, split, held_out.measured.rejected)
     device = training_device(job.train)
     model = load_adapter(load_language_model(job.model, job.train, device), adapter)
     tower = None if job.from_cache else load_tower(job, device)
-    # The same samples as those that are answered.
-    measured = replace(held_out, samples=held_out.samples[: job.eval.limit])
-    steps = inputs.steps(measured, job.train, shuffle=False)
+    steps = inputs.steps(held_out.measured, job.train, shuffle=False)
     stages = StageLosses(steps.stage_names, device)
     batches = _reported(steps, progress)
     totals = weighted_loss(model, batches, device, tower, lambda: autocast(job.train, device), stages)
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
     with autocast(job.train, device):
-        result = evaluator.run(model, prompts, progress)
+        result = evaluator.run(model, held_out.prompts, progress)
     return Evaluation({"loss": float(totals[0] / totals[1]), **stages.take(), **result.scores}, result.predictions)
 
 

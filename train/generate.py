@@ -11,6 +11,12 @@ from cache.features import VisionFeatures
 from train.model import mm_encoder_outputs
 from train.sample import Sequence as TokenSequence
 
+# What the chat template and the model put around text and images.
+_FRAMING = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+
 
 @torch.no_grad()
 def generate(
@@ -30,7 +36,7 @@ def generate(
         features: one for each image of the prompts, in order, on the model's device.
 
     Returns:
-        One text a prompt, special tokens removed.
+        One text a prompt, see answer_text.
     """
     device = next(model.parameters()).device
     longest = max(len(prompt.input_ids) for prompt in prompts)
@@ -53,8 +59,18 @@ def generate(
         **greedy(tokenizer, max_new_tokens),
         **vision,
     )
-    texts: list[str] = tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
-    return texts
+    return [answer_text(tokenizer, ids) for ids in output[:, longest:].tolist()]
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of generated tokens, without those that frame it.
+
+    Boxes and references (`<|box_start|>`) stay: they are special to the tokenizer, and part of the answers that the
+    family gives and that a dataset may hold. skip_special_tokens would take them out.
+    """
+    framing = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, *_FRAMING} - {None}
+    dropped = set(tokenizer.convert_tokens_to_ids([token for token in framing if token in tokenizer.get_vocab()]))
+    return str(tokenizer.decode([token for token in ids if token not in dropped], skip_special_tokens=False))
 
 
 def greedy(tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:

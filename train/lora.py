@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cache.errors import ConfigError
-from train.adapter import CONFIG_FILE, WEIGHTS_FILE, require_adapter
+from train.adapter import NO_ADAPTER, WEIGHTS_FILE, require_adapter
+from train.adapter_settings import not_continued, read_settings
 from train.config import LoraConfig
 
 LANGUAGE_MODEL = "language_model"
@@ -45,6 +45,20 @@ def continue_lora(model: Any, config: LoraConfig, adapter: Path, *, seed: int) -
         ConfigError: the folder holds no adapter, a damaged one, or one of another rank, scale or other modules.
     """
     require_adapter(adapter, "train the stage before first, or set train.adapter to an adapter's folder")
+    wanted = require_same(model, config, adapter)
+    torch.manual_seed(seed)
+    return _load(model, adapter, is_trainable=True, config=wanted)
+
+
+def require_same(model: Any, config: LoraConfig, adapter: Path) -> Any:
+    """Check that a saved adapter is what the settings would make of a model; their PEFT config.
+
+    Args:
+        model: may be on the meta device: only names and shapes are looked at.
+
+    Raises:
+        ConfigError: the folder's adapter has another rank or scale, other modules or widths, or is damaged.
+    """
     wanted = _peft_config(model, config)
     differences = [*_other_settings(adapter, wanted), *_other_modules(model, adapter, wanted.target_modules)]
     if differences:
@@ -53,8 +67,7 @@ def continue_lora(model: Any, config: LoraConfig, adapter: Path, *, seed: int) -
             where=str(adapter),
             do="set train.lora to what the adapter has, or train.adapter: null to start afresh",
         )
-    torch.manual_seed(seed)
-    return _load(model, adapter, is_trainable=True, config=wanted)
+    return wanted
 
 
 def _peft_config(model: Any, config: LoraConfig) -> Any:
@@ -73,41 +86,46 @@ def _peft_config(model: Any, config: LoraConfig) -> Any:
 
 def _other_settings(adapter: Path, wanted: Any) -> list[str]:
     """Settings in which a saved adapter differs from the wanted one and which decide what its weights mean."""
-    try:
-        there = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
-        kind, given = there.get("peft_type"), {name: there.get(name) for name in ("r", "lora_alpha", "use_rslora")}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"is damaged: {error}", where=str(adapter / CONFIG_FILE), do="train the stage before again"
-        ) from error
-    differences = [] if kind == "LORA" else [f"peft_type: {kind!r} there, 'LORA' is needed"]
-    # What this program never sets, and what would change the meaning of the weights if another one had.
-    foreign = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "lora_bias")
-    differences += [f"{name}: {there[name]!r} there, not supported here" for name in foreign if there.get(name)]
-    return differences + [
-        f"train.lora.{name}: {value!r} there, {getattr(wanted, name)!r} now"
-        for name, value in given.items()
-        if value != getattr(wanted, name)
+    there = read_settings(adapter)
+    return not_continued(there) + [
+        f"train.lora.{name}: {there.get(name)!r} there, {getattr(wanted, name)!r} now"
+        for name in ("r", "lora_alpha", "use_rslora")
+        if there.get(name) != getattr(wanted, name)
     ]
 
 
 def _other_modules(model: Any, adapter: Path, pattern: str) -> list[str]:
-    """Modules that only the saved adapter or only the wanted one changes, by kind."""
-    try:
-        with safe_open(adapter / WEIGHTS_FILE, framework="pt") as file:
-            names = list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"is damaged: {error}", where=str(adapter / WEIGHTS_FILE), do="train the stage before again"
-        ) from error
-    stored = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
-    wanted = {name for name, _ in model.named_modules() if re.fullmatch(pattern, name)}
-    sides = (("the adapter alone", stored - wanted), ("train.lora alone", wanted - stored))
+    """Modules that only the saved adapter or only the wanted one changes, by kind, and those of other widths."""
+    stored = _stored_widths(adapter)
+    wanted = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if re.fullmatch(pattern, name)
+    }
+    sides = (("the adapter alone", stored.keys() - wanted), ("train.lora alone", wanted.keys() - stored))
+    other = [name for name in sorted(stored.keys() & wanted) if stored[name] != wanted[name]]
     return [
         f"train.lora.target_modules: {who} has {len(only)} modules: {', '.join(_kinds(only))}, e.g. {min(only)}"
         for who, only in sides
         if only
-    ]
+    ] + [f"{name} is {stored[name]} wide there, {wanted[name]} here: it is another model's" for name in other[:1]]
+
+
+def _stored_widths(adapter: Path) -> dict[str, tuple[int, int]]:
+    """Module -> the widths (in, out) that its adapter was made for, -1 where there is no such matrix."""
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        with safe_open(adapter / WEIGHTS_FILE, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                module, _, rest = name.removeprefix("base_model.model.").partition(".lora_")
+                shape = file.get_slice(name).get_shape()
+                before = found.get(module, (-1, -1))
+                found[module] = (shape[-1], before[1]) if rest.startswith("A") else (before[0], shape[0])
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"is damaged: {error}", where=str(adapter / WEIGHTS_FILE), do="train the stage before again"
+        ) from error
+    return found
 
 
 def _kinds(modules: set[str]) -> list[str]:
@@ -153,7 +171,7 @@ def load_adapter(model: Any, adapter: Path | None) -> Any:
     """
     if adapter is None:
         return model
-    require_adapter(adapter, "train first, or name the adapter's folder with --adapter; --base leaves it out")
+    require_adapter(adapter, NO_ADAPTER)
     return _load(model, adapter, is_trainable=False, config=None)
 
 
@@ -172,6 +190,12 @@ def _load(model: Any, adapter: Path, *, is_trainable: bool, config: Any) -> Any:
             do="name an adapter that was trained on this model",
         ) from error
     lost = stored - get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    if lost and all(".visual." in name for name in lost):
+        raise ConfigError(
+            f"the adapter changes the vision tower, e.g. {min(lost)}; the features are those of the unchanged one",
+            where=str(adapter),
+            do="ask the whole model with `pipeline predict`, or name an adapter of the language model alone",
+        )
     if lost:
         raise ConfigError(
             f"the adapter does not fit the model: {len(lost)} of its tensors have no place there, e.g. {min(lost)}",

@@ -9,7 +9,10 @@ from typing import Any
 from cache.checkpoint import fetch_optional
 from cache.config import ModelConfig
 from cache.errors import ConfigError
+from train.adapter import NO_ADAPTER
+from train.adapter_settings import require_usable
 from train.config import TrainConfig
+from train.hub import push, require_repository_name
 from train.lora import load_adapter
 from train.model import load_full_model, training_device
 from train.run_folder import save_folder
@@ -41,15 +44,18 @@ def merge(model: ModelConfig, train: TrainConfig, *, adapter: Path, output: Path
             credentials.
 
     Raises:
-        ConfigError: `output` exists, or model or adapter cannot be loaded.
+        ConfigError: `output` exists, model or adapter cannot be loaded, or the Hub refuses, and the folder stays.
     """
     if output.exists():
         raise ConfigError("exists already", where=str(output), do="give another --output; nothing is overwritten")
+    require_usable(adapter, "none", NO_ADAPTER, merging=True)
+    if push_to_hub is not None:
+        require_repository_name(push_to_hub)
     base = load_full_model(model, train.model_copy(update={"quantization": "none"}), training_device(train))
     merged = load_adapter(base, adapter).merge_and_unload()
     save_folder(output, lambda folder: _save(merged, model, folder))
     if push_to_hub is not None:
-        _push(output, push_to_hub)
+        push(output, push_to_hub)
     return output
 
 
@@ -59,10 +65,3 @@ def _save(merged: Any, model: ModelConfig, folder: Path) -> None:
         found = fetch_optional(model, name)
         if found is not None:
             shutil.copyfile(found, folder / name)
-
-
-def _push(folder: Path, repository: str) -> None:
-    from huggingface_hub import create_repo, upload_folder
-
-    create_repo(repository, exist_ok=True, private=True)
-    upload_folder(repo_id=repository, folder_path=str(folder))

@@ -8,8 +8,16 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+from cache.records import Record, Text
+
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+_MARK = re.compile(r"<\|\w+\|>")  # a box or a reference
 _POINT = re.compile(rf"^\W*(?:[a-z]+\W+)?{_NUMBER.pattern}\s*[,;\s]\s*{_NUMBER.pattern}\W*$", re.IGNORECASE)
+
+
+def answer_of(record: Record) -> str:
+    """The text of the last turn, which a generated answer is compared with."""
+    return "".join(part.text for part in record.turns[-1].content if isinstance(part, Text))
 
 
 def normalize(text: str) -> str:
@@ -34,10 +42,14 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 def parse_point(text: str) -> tuple[float, float] | None:
-    """The point that a text gives, if it is nothing but a point: `(91, 12)`, `91 12`, `x=0.5, y=0.25` is not one."""
-    if not _POINT.match(text.strip()):
+    """The point that a text gives, if it is nothing but a point: `(91, 12)`, `91 12`, `x=0.5, y=0.25` is not one.
+
+    The family's marks around it, as in `<|box_start|>(91, 12)<|box_end|>`, are passed over.
+    """
+    bare = _MARK.sub(" ", text).strip()
+    if not _POINT.match(bare):
         return None
-    x, y = (float(number) for number in _NUMBER.findall(text)[:2])
+    x, y = (float(number) for number in _NUMBER.findall(bare)[:2])
     return x, y
 
 

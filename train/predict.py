@@ -12,9 +12,11 @@ from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, DataError
 from cache.preprocess import ImageProcessor, decode
 from cache.records import Image, ImageRef, Record, Text, Turn
+from train.adapter import NO_ADAPTER
+from train.adapter_settings import require_usable
 from train.chat import ChatEncoder
 from train.config import EvalConfig, TrainConfig
-from train.generate import greedy
+from train.generate import answer_text, greedy
 from train.lora import load_adapter
 from train.model import load_full_model, training_device
 from train.sample import SampleImage, make_sample, widen
@@ -44,6 +46,8 @@ def predict(
         ConfigError: the model or the adapter cannot be loaded.
     """
     record = prompt_record(images, prompt, system)
+    if adapter is not None:
+        require_usable(adapter, train.quantization, NO_ADAPTER)
     token = int(load_hf_config(model).image_token_id)
     encoder = ChatEncoder.from_checkpoint(model, token)
     inputs = _inputs(record, encoder, ImageProcessor.from_checkpoint(model, cache), cache.max_image_pixels)
@@ -55,7 +59,7 @@ def predict(
             **{name: tensor.to(device) for name, tensor in inputs.items()},
             **greedy(encoder.tokenizer, evaluation.max_new_tokens),
         )
-    return str(encoder.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answer_text(encoder.tokenizer, output[0, inputs["input_ids"].shape[1] :].tolist())
 
 
 def _inputs(

@@ -13,13 +13,15 @@ import torch
 
 from cache.atomic import write_text
 from cache.bad_records import list_rejected
-from cache.errors import ConfigError, StoppedError
+from cache.errors import StoppedError
 from cache.progress import Progress, Silent
 from cache.vision_tower import VisionTower
 from train.adapter import require_adapter
+from train.best_metric import needs_answers, require_given
 from train.config import TrainConfig
 from train.dataset import Samples
 from train.evaluate import Evaluator
+from train.held_out import HeldOut, has_eval_split
 from train.inputs import Inputs, load_tower
 from train.job import Job
 from train.lora import add_lora, continue_lora
@@ -65,7 +67,7 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
     from train.arguments import training_arguments
     from train.callbacks import StopWhenAsked
 
-    evaluate = _has_eval_split(job)
+    evaluate = has_eval_split(job)
     if job.train.adapter is not None:
         require_adapter(job.train.adapter, "train the stage before first, or set train.adapter to an adapter's folder")
     arguments = training_arguments(job.train, job.output_dir, evaluate=evaluate)
@@ -98,7 +100,7 @@ class _Data:
 
     inputs: Inputs
     samples: Samples
-    held_out: Samples | None
+    held_out: HeldOut | None
 
 
 def _read(job: Job, arguments: Any, progress: Progress, *, evaluate: bool) -> _Data:
@@ -106,10 +108,15 @@ def _read(job: Job, arguments: Any, progress: Progress, *, evaluate: bool) -> _D
     splits = [job.train.split, *([held_out_split] if held_out_split is not None else [])]
     inputs = Inputs.open(job)
     inputs = inputs.staged(job, splits, progress, local_rank=arguments.local_process_index)
-    read = {split: inputs.samples.training(split, inputs.known(split, progress), progress) for split in splits}
-    for split, samples in read.items():
-        _log_data(job, arguments, split, samples)
-    return _Data(inputs, read[job.train.split], read[held_out_split] if held_out_split is not None else None)
+    samples = inputs.samples.training(job.train.split, inputs.known(job.train.split, progress), progress)
+    _log_data(job, arguments, job.train.split, samples)
+    if held_out_split is None:
+        return _Data(inputs, samples, None)
+    metric = job.train.metric_for_best_model
+    held_out = HeldOut.read(inputs, held_out_split, progress, answers=needs_answers(metric), limit=job.eval.limit)
+    _log_data(job, arguments, held_out_split, held_out.measured)
+    require_given(metric, held_out_split, held_out.measured.records)
+    return _Data(inputs, samples, held_out)
 
 
 def describe(job: Job, progress: Progress) -> str:
@@ -167,9 +174,9 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
         model,
         training_arguments(config, job.output_dir, evaluate=held_out is not None),
         steps(config),
-        None if held_out is None else data.inputs.steps(held_out, config, shuffle=False, **share),
+        None if held_out is None else data.inputs.steps(held_out.measured, config, shuffle=False, **share),
         tower=tower,
-        generation_metrics=None if held_out is None else _generation_metrics(job, data.inputs, tower),
+        generation_metrics=None if held_out is None else _generation_metrics(job, data.inputs, held_out, tower),
         callbacks=[MetricsFile(job.output_dir), LogLines(), stop],
     )
     trainer.remove_callback(PrinterCallback)
@@ -177,31 +184,17 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
 
 
 def _generation_metrics(
-    job: Job, inputs: Inputs, tower: VisionTower | None
+    job: Job, inputs: Inputs, held_out: HeldOut, tower: VisionTower | None
 ) -> Callable[[Any], dict[str, float]] | None:
-    if job.train.metric_for_best_model == "loss" or job.train.eval_split is None:
+    if not needs_answers(job.train.metric_for_best_model):
         return None
-    split = job.train.eval_split
-    prompts = inputs.samples.prompts(split, inputs.known(split, Silent()), Silent())
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
 
     def scores(model: Any) -> dict[str, float]:
         with autocast(job.train, next(model.parameters()).device):
-            return evaluator.run(model, prompts, Silent()).scores
+            return evaluator.run(model, held_out.prompts, Silent()).scores
 
     return scores
-
-
-def _has_eval_split(job: Job) -> bool:
-    split = job.train.eval_split
-    if split is None or split in job.data.splits:
-        return split is not None
-    if "eval_split" in job.train.model_fields_set:
-        raise ConfigError(
-            f"train.eval_split is {split!r}, but data.splits names only {', '.join(job.data.splits)}",
-            do="name one of them, or set train.eval_split: null",
-        )
-    return False
 
 
 def _log_data(job: Job, arguments: Any, split: str, samples: Samples) -> None:

@@ -33,7 +33,18 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
-    """Check that the folder holds this run or none, and find the checkpoint to go on from.
+    """Check that the folder holds this run or none, note the run in it, and find the checkpoint to go on from.
+
+    Raises as find_run.
+    """
+    checkpoint = find_run(folder, settings, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_run(folder, settings, finished=read_run(folder).get("finished"))
+    return checkpoint
+
+
+def find_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
+    """Check that the folder holds this run or none, and find the checkpoint to go on from; writes nothing.
 
     Args:
         settings: everything that decides the result, flat.
@@ -62,8 +73,6 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
                 where=str(folder),
                 do="give another output_dir, or set the settings back to go on with that run",
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_run(folder, settings, finished=read_run(folder).get("finished"))
     return checkpoint
 
 

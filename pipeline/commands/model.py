@@ -73,7 +73,7 @@ def evaluate(
 
     settings = load_stage(config, overrides, experiment, stage, last=True)
     job = job_of(settings, from_cache=not live)
-    where = None if base else adapter or settings.output_dir / "adapter"
+    where = _adapter_of(adapter, base, settings.output_dir / "adapter")
     origin = made_from(settings, split, where)
     with Bar() as progress:
         record = new_record("eval", settings)
@@ -93,9 +93,7 @@ def predict(
     image: Annotated[list[Path] | None, typer.Option(help="Image file. May be repeated.")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="The YAML file; names the model.")] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub id, instead of --config.")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="Folder of the adapter. Default: the run folder's, if any.")
-    ] = None,
+    adapter: AdapterOption = None,
     base: Annotated[bool, typer.Option("--base", help="Without an adapter.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     experiment: ExperimentOption = None,
@@ -114,8 +112,7 @@ def predict(
         settings = load_stage(config, overrides, experiment, stage, last=True)
     else:
         settings = find_stage(config_for_model(str(model), overrides), experiment, stage, last=True).settings
-    default = settings.output_dir / "adapter"
-    chosen = adapter or (default if config is not None and default.is_dir() else None)
+    default = settings.output_dir / "adapter" if config is not None else None
     print(
         answer(
             settings.model,
@@ -124,10 +121,26 @@ def predict(
             settings.eval,
             images=image or [],
             prompt=prompt,
-            adapter=None if base else chosen,
+            adapter=_adapter_of(adapter, base, default),
             system=system,
         )
     )
+
+
+def _adapter_of(given: Path | None, base: bool, default: Path | None) -> Path | None:
+    """The adapter that a command line means; None for the bare model, which only --base stands for."""
+    from cache.errors import ConfigError
+
+    if base and given is not None:
+        raise ConfigError("--base and --adapter exclude each other", do="leave one of them out")
+    if base:
+        return None
+    chosen = given or default
+    if chosen is None:
+        raise ConfigError(
+            "--model alone names no adapter", do="name its folder with --adapter, or ask the bare model with --base"
+        )
+    return chosen
 
 
 def merge(

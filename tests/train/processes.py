@@ -22,7 +22,7 @@ from cache.progress import Silent
 from tests.ports import free_ports
 from train.job import Job
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = 400
 
 
 @dataclass(frozen=True)

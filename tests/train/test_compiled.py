@@ -71,6 +71,7 @@ def _pack(samples: Sequence[Sample], image_token: int, *, blocks: bool) -> tuple
 
 # Dynamo looks at every tensor's gradient, and torch warns of that where it is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("blocks", "checkpointing"), [(True, False), (False, False), (False, True)])
 def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: bool, checkpointing: bool) -> None:
     config = TrainConfig(precision="fp32", torch_compile=True, lora=LoraConfig(r=4))

@@ -23,6 +23,8 @@ from pipeline.config import load_config
 
 from .processes import Outcome, Stop, train
 
+pytestmark = pytest.mark.timeout(900)
+
 BIN = Path(sys.executable).parent
 STEPS = 12
 SETTINGS = {

@@ -31,6 +31,8 @@ from train.stage_losses import StageLosses
 from .conftest import Run, job_of
 from .processes import train
 
+pytestmark = pytest.mark.timeout(900)
+
 CPU = torch.device("cpu")
 ROWS = [
     {"question": "What is wrong?", "stages": [("observe", "A red spot.", 1.0), ("reason", "It is round.", 0.5)]},

@@ -16,6 +16,8 @@ from train.run import run_training
 from .conftest import Run, job_of
 from .processes import Event, prepare
 
+pytestmark = pytest.mark.timeout(900)
+
 
 class Told:
     """A Progress that remembers what it was told."""
