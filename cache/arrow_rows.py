@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ class ArrowRows:
     Attributes:
         dataset: the dataset.
         media: the columns that hold bytes, each as a dataset of that column alone.
+        mtime_ns: when the newest of its files was changed; 0 where that is not known.
     """
 
     dataset: Any
     media: dict[str, Any]
+    mtime_ns: int
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All rows in order; encoded bytes stand in them as empty `bytes`, so that none is read."""
@@ -42,7 +44,7 @@ class ArrowRows:
 
     def embedded(self, row: int, location: tuple[str | int, ...]) -> Embedded:
         """A handle on the bytes that `location` leads to from row `row`."""
-        return Embedded(self.media[str(location[0])], row, location[1:])
+        return Embedded(self.media[str(location[0])], row, location[1:], self.mtime_ns)
 
 
 def open_folder_or_file(path: Path, split: str) -> ArrowRows:
@@ -63,11 +65,11 @@ def open_folder_or_file(path: Path, split: str) -> ArrowRows:
             if split not in dataset:
                 raise _no_such_split(split, list(dataset), str(path))
             dataset = dataset[split]
-        return _arrow_rows(dataset)
+        return _arrow_rows(dataset, _files_of(dataset))
     files = _parquet_files(path, split) if path.is_dir() else [path]
     # `datasets` takes paths for patterns, and a folder may be called `data [v1]`.
     patterns = [glob.escape(str(file.absolute())) for file in files]
-    return _arrow_rows(_loaded(lambda: datasets.Dataset.from_parquet(patterns), str(path)))
+    return _arrow_rows(_loaded(lambda: datasets.Dataset.from_parquet(patterns), str(path), files=files), files)
 
 
 def open_hub_dataset(name: str, split: str) -> ArrowRows:
@@ -82,21 +84,45 @@ def open_hub_dataset(name: str, split: str) -> ArrowRows:
     """
     import datasets
 
-    return _arrow_rows(_loaded(lambda: datasets.load_dataset(name, split=split), name, "or a path that exists"))
+    dataset = _loaded(lambda: datasets.load_dataset(name, split=split), name, "or a path that exists")
+    return _arrow_rows(dataset, _files_of(dataset))
 
 
-def _loaded(load: Any, place: str, otherwise: str = "") -> Any:
+def _loaded(load: Any, place: str, otherwise: str = "", files: Sequence[Path] = ()) -> Any:
     import datasets
 
     try:
         return load()
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, NotImplementedError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
+        _refuse_columns(files, cause)
         raise DataError(
             f"the dataset cannot be read: {type(cause).__name__}: {cause}",
             where=place,
             do=" ".join(["check that it is a Parquet file, a folder of them or a hub dataset", otherwise]).strip(),
         ) from error
+
+
+def _refuse_columns(files: Sequence[Path], cause: BaseException) -> None:
+    """Name the column whose type `datasets` does not read, where that is what is wrong."""
+    import datasets
+    import pyarrow as pa  # type: ignore[import-untyped, unused-ignore]  # ships no types
+    import pyarrow.parquet as pq  # type: ignore[import-untyped, unused-ignore]
+
+    for file in files:
+        try:
+            schema = pq.read_schema(file)
+        except (OSError, pa.ArrowException):
+            continue
+        for column in schema:
+            try:
+                datasets.Features.from_arrow_schema(pa.schema([column]))
+            except (ValueError, NotImplementedError):
+                raise DataError(
+                    f"column {column.name!r} has the type {column.type}, which cannot be read",
+                    where=str(file),
+                    do="store it as binary (images), string or a list of them, or leave the column out",
+                ) from cause
 
 
 def _parquet_files(folder: Path, split: str) -> list[Path]:
@@ -121,10 +147,15 @@ def _no_such_split(split: str, splits: list[str], place: str) -> DataError:
     )
 
 
-def _arrow_rows(dataset: Any) -> ArrowRows:
+def _files_of(dataset: Any) -> list[Path]:
+    return [Path(file["filename"]) for file in dataset.cache_files]
+
+
+def _arrow_rows(dataset: Any, files: Sequence[Path]) -> ArrowRows:
     types = {field.name: field.type for field in dataset.with_format("arrow")[:0].schema}
     media = [name for name, kind in types.items() if _holds_bytes(kind)]
-    return ArrowRows(dataset, {name: dataset.select_columns([name]).with_format("arrow") for name in media})
+    columns = {name: dataset.select_columns([name]).with_format("arrow") for name in media}
+    return ArrowRows(dataset, columns, max((file.stat().st_mtime_ns for file in files), default=0))
 
 
 def _pyarrow() -> Any:
@@ -137,14 +168,19 @@ def _holds_bytes(kind: Any) -> bool:
     types = _pyarrow().types
     if types.is_struct(kind):
         return any(_holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _holds_bytes(kind.value_type)
-    return _is_bytes(kind)
+    return _is_bytes(kind) or (_is_list(kind) and _holds_bytes(kind.value_type))
+
+
+def _is_list(kind: Any) -> bool:
+    types = _pyarrow().types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _is_bytes(kind: Any) -> bool:
+    """Also lists of bytes as numbers, as which some writers store an image."""
     types = _pyarrow().types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+    kinds = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    return any(is_kind(kind) for is_kind in kinds) or (_is_list(kind) and bool(types.is_uint8(kind.value_type)))
 
 
 def _without_bytes(array: Any) -> Any:
@@ -158,6 +194,10 @@ def _without_bytes(array: Any) -> Any:
         fields = [_without_bytes(array.field(index)) for index in range(kind.num_fields)]
         names = [kind.field(index).name for index in range(kind.num_fields)]
         return pa.StructArray.from_arrays(fields, names=names, mask=array.is_null())
+    if pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        values = _without_bytes(array.values.slice(array.offset * size, len(array) * size))
+        return pa.FixedSizeListArray.from_arrays(values, size, mask=array.is_null())
     # `values` ignores that the array may be a slice of a longer one; the offsets do not.
     offsets = array.offsets.to_numpy()
     values = _without_bytes(array.values.slice(offsets[0], offsets[-1] - offsets[0]))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cache.bad_records import reject_images
+from cache.bad_records import list_rejected, reject_images
 from cache.batches import batches, in_batch_order
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, DataConfig, ModelConfig
@@ -38,6 +39,8 @@ from cache.pixels import Pixels, load_pixels
 from cache.plan import Plan, make_plan
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
+from cache.salvage import take_up
+from cache.scan_note import ScanNote
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
 
@@ -51,7 +54,9 @@ class Summary:
 
     Attributes:
         distinct_images, image_tokens: of the whole split.
+        recovered_images: taken up from shards that a killed run had not finished (cache.salvage); not encoded again.
         encoded_images, written_bytes, seconds: of this run; the seconds are those of encoding and writing.
+        rejected: the split's, as far as this part and those that ended before it know.
     """
 
     split: str
@@ -59,6 +64,7 @@ class Summary:
     num_records: int
     distinct_images: int
     image_tokens: int
+    recovered_images: int
     encoded_images: int
     written_bytes: int
     seconds: float
@@ -78,6 +84,7 @@ class Summary:
             "num_rejected": len(self.rejected),
             "distinct_images": self.distinct_images,
             "image_tokens": self.image_tokens,
+            "recovered_images": self.recovered_images,
             "encoded_images": self.encoded_images,
             "written_bytes": self.written_bytes,
             "seconds": round(self.seconds, 3),
@@ -123,7 +130,15 @@ class CacheBuilder:
             },
         )
 
-    def plan(self, split: str, progress: Progress, part: Part = WHOLE) -> Plan:
+    def plan(
+        self,
+        split: str,
+        progress: Progress,
+        part: Part = WHOLE,
+        should_stop: ShouldStop = lambda: False,
+        *,
+        keep_scan: bool = False,
+    ) -> Plan:
         """See cache.plan.make_plan."""
         return make_plan(
             self._data,
@@ -134,7 +149,24 @@ class CacheBuilder:
             max_image_pixels=self._cache.max_image_pixels,
             progress=progress,
             part=part,
+            should_stop=should_stop,
+            keep_scan=keep_scan,
         )
+
+    def list_images(
+        self, split: str, progress: Progress, should_stop: ShouldStop = lambda: False, part: Part = WHOLE
+    ) -> Plan:
+        """Plan, and write the image list, so that others which start later need not read the images for it.
+
+        Raises:
+            PipelineError: see `plan`; also ResourceError where the space does not suffice.
+        """
+        plan = self.plan(split, progress, part, should_stop, keep_scan=True)
+        plan.require_space()
+        save_manifest(self.folder, self.manifest)
+        self._save_split(plan, {})
+        ScanNote(self.folder, split, plan.root).remove()
+        return plan
 
     def run(
         self,
@@ -142,38 +174,42 @@ class CacheBuilder:
         progress: Progress,
         should_stop: ShouldStop = lambda: False,
         part: Part = WHOLE,
+        list_rejected_in: Path | None = None,
     ) -> Summary:
         """Cache what is not cached yet of one split, or of one part of it.
+
+        Args:
+            list_rejected_in: folder for the list of the records left out; the part that ends last leaves it complete.
 
         Raises:
             DataError: see `plan`; also an image that turns out damaged when it is decoded.
             ResourceError: disk or device memory ran out; what was committed is intact.
             StoppedError: `should_stop` said so; what was committed is intact.
         """
-        plan = self.plan(split, progress, part)
-        plan.require_space()
-        save_manifest(self.folder, self.manifest)
-        self._save_split(plan, {})  # parts that start later need not scan, and what is missing is noticed
-        started = time.perf_counter()
+        plan = self.list_images(split, progress, should_stop, part)  # what is missing is noticed from now on
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
         with (
             CacheWriter(self.folder, shard_format, shard_size=size, num_entries=len(plan.todo)) as writer,
             CopyBack(writer, self._cache) as results,
         ):
-            broken = self._encode(plan, results, progress, should_stop) if plan.todo else {}
+            todo = take_up(plan.todo, writer, self.manifest, self.processor.num_tokens, progress, should_stop)
+            left = replace(plan, todo=todo)
+            started = time.perf_counter()
+            broken = self._encode(left, results, progress, should_stop) if left.todo else {}
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
-        rejected = [*plan.rejected, *late]
+        require_few([*plan.rejected, *late], plan.num_records, self._data, plan.path)
+        rejected = self._save_split(plan, broken, list_rejected_in)
         require_few(rejected, plan.num_records, self._data, plan.path)
-        self._save_split(plan, broken)
         return Summary(
             split=split,
             folder=self.folder,
             num_records=plan.num_records,
             distinct_images=plan.num_distinct,
             image_tokens=plan.image_tokens,
-            encoded_images=writer.committed_images,
+            recovered_images=len(plan.todo) - len(left.todo),
+            encoded_images=writer.committed_images - len(plan.todo) + len(left.todo),
             written_bytes=writer.committed_bytes,
             seconds=seconds,
             rejected=rejected,
@@ -188,13 +224,16 @@ class CacheBuilder:
         progress.start("encoding images", len(plan.todo), "image")
         todo = in_batch_order(plan.todo, self._cache)
         refs = [(image.key, ref) for image, ref in todo]
+        names = defaultdict[str, list[str]](list)
+        for image in plan.images:
+            names[image.key].append(image.path)
         for batch in batches(load_pixels(refs, self.processor, self._cache), self._cache):
             decoded = [pixels for pixels in batch if pixels.error is None]
             for pixels in batch:
                 if pixels.error is not None:
-                    key = todo[pixels.index][0].key
-                    paths = {other.path: pixels.error for other in plan.images if other.key == key}
-                    reject_images(plan.records, paths, self._data)
+                    paths = dict.fromkeys(names[todo[pixels.index][0].key], pixels.error)
+                    if self._data.on_bad_record == "fail":
+                        reject_images(plan.records, paths, self._data)
                     broken |= paths
             if decoded:
                 encode = encode or self._encoder()
@@ -212,31 +251,47 @@ class CacheBuilder:
             [normalize(pixels.patches) for pixels in batch], [pixels.image_grid_thw for pixels in batch]
         )
 
-    def _save_split(self, plan: Plan, broken: dict[str, DataError]) -> None:
-        """Write the image list without what cannot be decoded, by this part or by others.
+    def _save_split(
+        self, plan: Plan, broken: dict[str, DataError], list_rejected_in: Path | None = None
+    ) -> list[Rejection]:
+        """Write the image list without what cannot be decoded, by this part or by others; returns what that rejects.
 
         Parts end at any time and know nothing of each other. Each tells what it could not decode in files of its own,
-        before it writes the list, and looks again after: so the list that is written last lacks none of them.
+        before it writes the lists, and looks again after: so the lists that are written last lack none of them.
         """
         keys = {image.path: image.key for image in plan.images}
         reasons = {keys[path]: error.what for path, error in broken.items()}
         for key, reason in reasons.items():
             save_refused(self.folder, RefusedImage(key=key, reason=reason))
-        written = None
+        written, rejected = None, plan.rejected
         while (found := load_refused(self.folder)) != written:
             committed = {e.key for i in load_shard_indexes(self.folder) for e in i.entries} if found else set()
-            self._write_split(plan, {key: reason for key, reason in found.items() if key not in committed})
+            known = {key: reason for key, reason in found.items() if key not in committed}
+            late = {image.path: known[image.key] for image in plan.images if image.key in known}
+            self._write_split(plan, late)
+            rejected = [*plan.rejected, *self._reject_late(plan, late)]
+            if list_rejected_in is not None:
+                list_rejected(list_rejected_in, plan.split, rejected)
             written = found
+        return rejected
 
-    def _write_split(self, plan: Plan, reasons: dict[str, str]) -> None:
+    def _reject_late(self, plan: Plan, reasons: dict[str, str]) -> list[Rejection]:
+        """The records that name an image that cannot be decoded; with `fail` none, since the part that has it fails."""
+        if self._data.on_bad_record == "fail":
+            return []
+        errors = {path: DataError(reason, where=path) for path, reason in reasons.items()}
+        return reject_images(plan.records, errors, self._data)
+
+    def _write_split(self, plan: Plan, late: dict[str, str]) -> None:
         save_split(
             self.folder,
             SplitImages(
                 split=plan.split,
                 source=plan.path,
                 num_records=plan.num_records,
-                images=[image for image in plan.images if image.key not in reasons],
-                refused=plan.refused | {i.path: reasons[i.key] for i in plan.images if i.key in reasons},
+                root=plan.root,
+                images=[image for image in plan.images if image.path not in late],
+                refused=plan.refused | late,
                 num_parts=plan.part.count,
             ),
         )

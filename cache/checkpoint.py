@@ -39,7 +39,7 @@ class VisionWeights:
         """
         found = {
             name[len(prefix) :]: (file, name)
-            for name, file in _weight_map(model)
+            for name, file in weight_map(model)
             for prefix in VISION_PREFIXES
             if name.startswith(prefix)
         }
@@ -119,8 +119,12 @@ def fetch_file(model: ModelConfig, name: str) -> Path:
     return path
 
 
-def _weight_map(model: ModelConfig) -> list[tuple[str, str]]:
-    """(tensor name, file name) of the whole checkpoint."""
+def weight_map(model: ModelConfig) -> list[tuple[str, str]]:
+    """(tensor name, file name) of the whole checkpoint.
+
+    Raises:
+        ConfigError: it has no safetensors weights, or their list is damaged.
+    """
     index = fetch_optional(model, INDEX_FILE)
     if index is not None:
         try:

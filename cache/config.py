@@ -109,9 +109,10 @@ class CacheConfig(Section):
     """Folder of the cache; experiments that share it share the features. Default: `<output_dir>/features`. For training
     and evaluation also an address: `http://`, `https://`, or any other that fsspec has a file system for. Then entries
     are read by range requests, without a local copy."""
-    stage_to: UserPath | None = None
-    """A folder on a disk of the node. Before training, the shards that the run's splits need are copied there and
-    checked, and training reads the copies. What is there already is not copied again; nothing is deleted there."""
+    stage_to: Path | None = None
+    """A folder on a disk of the node, e.g. `$SLURM_TMPDIR/features`: `$NAME`, `${NAME}` and `~` are what they are where
+    the job runs. Before training, the shards that the run's splits need are copied there and checked, and training
+    reads the copies. What is there already is not copied again; nothing is deleted there."""
     format: Literal["safetensors", "webdataset", "hdf5"] = "safetensors"
     """Format of the shards that are written; reading takes any. docs/cache-format.md describes them."""
     dtype: Dtype = "bfloat16"
@@ -138,8 +139,7 @@ class CacheConfig(Section):
     entry does not depend on what else was to do. Part of the fingerprint."""
     shard_size: int = Field(default=1 << 30, gt=0)
     """A shard is closed once it holds this many bytes, or some thousand images. A request to stop costs nothing; a kill
-    costs at most the shard that is being filled, the one before it where that is just being committed, and the images
-    on their way to them."""
+    costs the images on their way to a shard's file: a few, up to 128 MiB of features."""
     num_workers: int = Field(default=2, ge=0)
     """Processes that decode and resize images, for each GPU. One gives 10 to 30 images of a megapixel a second."""
     max_image_pixels: int = Field(default=200_000_000, gt=0)

@@ -12,8 +12,9 @@ import torch
 
 from cache.background import Stage
 from cache.config import CacheConfig
-from cache.errors import PipelineError, StoppedError
+from cache.errors import DataError, PipelineError, StoppedError
 from cache.features import StoredFeatures, VisionFeatures, stored_features
+from cache.finite import finite_levels, require_finite
 from cache.manifest import SplitImage
 from cache.quantize import to_storage
 from cache.writer import CacheWriter
@@ -69,7 +70,7 @@ class CopyBack:
             features: of each image; on a GPU they may be still to compute.
 
         Raises:
-            DataError: an earlier image has features that the storage dtype cannot hold.
+            DataError: an earlier image has features that are not finite; it is not stored.
             ResourceError: the disk is full; see CacheWriter.
         """
         ready = None
@@ -81,9 +82,19 @@ class CopyBack:
     def _store(self, batch: _Encoded) -> None:
         with self._beside_the_tower(batch):
             for image, features in zip(batch.images, batch.features, strict=True):
-                # Where the tower ran: half the bytes to copy back.
-                stored = to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
-                self._writer.add(image.key, _to_host(stored))
+                finite = finite_levels(features)
+                stored, finite = _to_host(self._to_storage(image, features, finite), finite)
+                require_finite(finite, dtype=self._cache.dtype, where=image.path)
+                self._writer.add(image.key, stored)
+
+    def _to_storage(self, image: SplitImage, features: VisionFeatures, finite: torch.Tensor) -> StoredFeatures:
+        try:
+            # Where the tower ran: half the bytes to copy back.
+            return to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
+        except DataError:
+            # What 8 bits cannot hold is not finite: said as it is for the other dtypes.
+            require_finite(finite.cpu(), dtype=self._cache.dtype, where=image.path)
+            raise
 
     def _beside_the_tower(self, batch: _Encoded) -> AbstractContextManager[Any]:
         if batch.ready is None:
@@ -95,19 +106,20 @@ class CopyBack:
         return torch.cuda.stream(self._stream)
 
 
-def _to_host(features: StoredFeatures) -> StoredFeatures:
-    """A copy in page-locked memory, made at the bus's speed; features on the CPU as they are.
+def _to_host(features: StoredFeatures, finite: torch.Tensor) -> tuple[StoredFeatures, torch.Tensor]:
+    """Copies in page-locked memory, made at the bus's speed and waited for once; what is on the CPU as it is.
 
     The memory comes from torch's pool of such memory and goes back to it when the entry is written.
     """
     tensors = features.tensors()
     copies = {name: _begin_copy(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}
+    flags = _begin_copy(finite) if finite.is_cuda else finite
     if features.image_embeds.is_cuda:
         # It sleeps; the other kind would keep a core busy.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
-    return stored_features(copies)
+    return stored_features(copies), flags
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from cache.arrow_rows import ArrowRows, open_folder_or_file, open_hub_dataset
 from cache.config import DataConfig, SplitConfig
 from cache.errors import ConfigError, DataError
 from cache.image_root import ImageRoot
-from cache.records import ImageRef, Record
+from cache.records import ImageRef, Record, unreadable
 from cache.row_fields import as_object, malformed, show
 from cache.row_formats import ImageSource, detect_format, parse_row
 
@@ -44,12 +44,14 @@ class SplitRecords:
         rejected: those that cannot, with `on_bad_record: report`.
         path: where the split lies, as the configuration says it.
         total: how many rows there are, blank lines not counted.
+        root: what the image names are relative to: a folder without symlinks, or the id of a hub dataset.
     """
 
     records: tuple[Record, ...]
     rejected: tuple[Rejection, ...]
     path: str
     total: int
+    root: str
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def read_split(data: DataConfig, split: str) -> SplitRecords:
         ConfigError: there is no such split.
         DataError: the file is missing or unreadable, no record is usable, a record cannot be used
             (`on_bad_record: fail`), or more than `max_bad_share` of them cannot (`on_bad_record: report`).
+        ReadError: the file is there, and the file system does not give it.
     """
     if split not in data.splits:
         raise ConfigError(f"unknown split {split!r}", where="data.splits", do=f"use one of: {', '.join(data.splits)}")
@@ -91,7 +94,7 @@ def read_split(data: DataConfig, split: str) -> SplitRecords:
     records: list[Record] = []
     rejected: list[Rejection] = []
     data_format = None if data.format == "auto" else data.format
-    for row in rows.rows:
+    for row in _readable(rows.rows, path):
         try:
             if isinstance(row.value, DataError):
                 raise row.value
@@ -104,7 +107,8 @@ def read_split(data: DataConfig, split: str) -> SplitRecords:
             rejected.append(Rejection(error.where or row.source, error.what))
         else:
             records.append(Record(parts.record_id or row.default_id, row.source, parts.turns, images))
-    result = SplitRecords(tuple(records), tuple(rejected), path, len(records) + len(rejected))
+    root = str(rows.root.root) if rows.root is not None else path
+    result = SplitRecords(tuple(records), tuple(rejected), path, len(records) + len(rejected), root)
     require_few(rejected, result.total, data, path)
     return result
 
@@ -194,10 +198,17 @@ def _json_rows(path: Path) -> Iterator[_RawRow]:
         yield _RawRow(row, f"{path}[{index}]", f"{path.name}[{index}]", index)
 
 
+def _readable(rows: Iterator[_RawRow], path: str) -> Iterator[_RawRow]:
+    try:
+        yield from rows
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
-    except OSError as error:
+    except (PermissionError, FileNotFoundError, IsADirectoryError) as error:
         raise DataError(
             f"the file cannot be read: {error.strerror}", where=str(path), do="check its permissions"
         ) from error

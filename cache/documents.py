@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cache.errors import CacheError
-from cache.seal import seal_holds
+from cache.atomic import write_text
+from cache.errors import CacheError, DataError
+from cache.seal import seal, seal_holds
 
 MAX_JSON_BYTES = 1 << 30
 
@@ -57,6 +58,33 @@ def load(path: Path, kind: type[_D], *, sealed: bool = True) -> _D:
         raise CacheError(
             f"cannot be read: {error.strerror or error}", where=str(path), do="check its permissions"
         ) from error
+
+
+def save(
+    path: Path,
+    document: FileDocument,
+    *,
+    smaller: str = "report this: no file of this kind should come near it",
+    indent: int | None = None,
+) -> None:
+    """Write a file with its digest, so that `load` takes it.
+
+    Args:
+        smaller: what to do where it would be too large.
+
+    Raises:
+        DataError: it would have more bytes than `load` reads. Nothing is written.
+        ResourceError: the disk is full.
+    """
+    text = seal(document.model_dump_json(indent=indent))
+    size = len(text.encode())
+    if size > MAX_JSON_BYTES:
+        raise DataError(
+            f"would have {size} bytes, and no file of this kind is read that has more than {MAX_JSON_BYTES}",
+            where=str(path),
+            do=smaller,
+        )
+    write_text(path, text)
 
 
 def damaged_file(path: Path, what: str) -> CacheError:

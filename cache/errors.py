@@ -53,5 +53,12 @@ class ResourceError(PipelineError, RuntimeError):
     exit_code = 5
 
 
+class ReadError(ResourceError):
+    """A file that is there cannot be read now: permissions, or a disk or network file system that fails.
+
+    Never a reason to leave a record out: tried again, the same file may be fine.
+    """
+
+
 class StoppedError(PipelineError):
     """Asked to stop by a signal. What was committed counts; the same command goes on from there."""

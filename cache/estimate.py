@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -95,6 +95,7 @@ class SplitEstimate:
         used_tokens: image tokens over all uses.
         images: the distinct ones by content.
         refused: image path -> why it cannot be used.
+        committed: those of `images` that are cached already.
     """
 
     name: str
@@ -103,6 +104,7 @@ class SplitEstimate:
     used_tokens: int
     images: Mapping[Hashable, ImageFacts]
     refused: Mapping[str, str]
+    committed: Set[Hashable] = frozenset()
 
     @classmethod
     def together(cls, splits: list[SplitEstimate]) -> SplitEstimate:
@@ -114,12 +116,22 @@ class SplitEstimate:
             sum(s.used_tokens for s in splits),
             {key: image for s in splits for key, image in s.images.items()},
             {path: why for s in splits for path, why in s.refused.items()},
+            frozenset().union(*(s.committed for s in splits)),
         )
 
     @property
     def tokens(self) -> int:
         """Image tokens of the distinct images."""
         return sum(image.tokens for image in self.images.values())
+
+    @property
+    def missing(self) -> list[ImageFacts]:
+        """The distinct images that are not cached yet."""
+        return [image for key, image in self.images.items() if key not in self.committed]
+
+    def missing_bytes(self, bytes_per_token: int) -> int:
+        """What they will take."""
+        return sum(image.tokens for image in self.missing) * bytes_per_token
 
     def resolutions(self) -> dict[str, int]:
         """`WIDTHxHEIGHT` -> distinct images, the most frequent first, the rare ones summed up as `other`."""
@@ -144,7 +156,7 @@ class SplitEstimate:
             return found
         if rates.images_per_second:
             rate = rates.images_per_second
-            found["hours_to_cache"] = len(self.images) / rate / 3600
+            found["hours_to_cache"] = len(self.missing) / rate / 3600
             found["tower_hours_saved_per_epoch_at_least"] = len(self.images) / rate / 3600
             found["tower_hours_saved_per_epoch_at_most"] = self.image_uses / rate / 3600
         if rates.samples_per_second:
@@ -163,6 +175,8 @@ class SplitEstimate:
             "records": self.records,
             "image_uses": self.image_uses,
             "distinct_images": len(self.images),
+            "cached_images": len(self.committed),
+            "missing_bytes": self.missing_bytes(shape.bytes_per_token(dtype)),
             "refused_images": dict(self.refused),
             "image_tokens": self.tokens,
             "resolutions": self.resolutions(),

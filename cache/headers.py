@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
 from cache.errors import DataError
+from cache.image_formats import require_format
 from cache.keys import image_key
 from cache.preprocess import header_size
 from cache.progress import Progress
-from cache.records import ImageRef
+from cache.records import ImageRef, require_size, unreadable
 
 HEAD_BYTES = 1 << 16  # nearly every JPEG's metadata lies before this, and two different photographs differ before it
 THREADS = 4  # hide the latency of a network file system; identifying an image holds the GIL
@@ -84,10 +86,23 @@ def _read_chunk(refs: Sequence[ImageRef]) -> list[Header | DataError]:
 def _read_header(ref: ImageRef) -> Header | DataError:
     try:
         head, num_bytes = _leading_bytes(ref)
-        height, width = _size(ref, head, complete=num_bytes == len(head))
+        height, width = _size(ref, head, num_bytes)
     except DataError as error:
         return DataError(error.what, where=ref.path, do=error.do)
     return Header(height, width, num_bytes, xxhash.xxh3_128_digest(head[:HEAD_BYTES]))
+
+
+def read_head(file: Path) -> bytes:
+    """The first HEAD_BYTES of a regular file, or fewer.
+
+    Raises:
+        ReadError: it cannot be read.
+    """
+    try:
+        with file.open("rb", buffering=0) as opened:
+            return opened.read(HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(str(file), error) from error
 
 
 def _leading_bytes(ref: ImageRef) -> tuple[bytes, int]:
@@ -109,10 +124,12 @@ def _leading_bytes(ref: ImageRef) -> tuple[bytes, int]:
     return data, len(data)
 
 
-def _size(ref: ImageRef, head: bytes, *, complete: bool) -> tuple[int, int]:
+def _size(ref: ImageRef, head: bytes, num_bytes: int) -> tuple[int, int]:
     """(height, width). A PNG's orientation behind its pixels is not seen: it exchanges the two and changes no count."""
-    if complete:
+    if num_bytes == len(head):
         return header_size(head, where=ref.path)
+    require_size(num_bytes, ref.path)
+    require_format(head, num_bytes, where=ref.path)  # before the whole of a file that is no image is read
     if not head.startswith(_WHOLE_FILE_NEEDED) and head[4:8] != b"ftyp":
         try:
             return header_size(head, where=ref.path)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from pathlib import Path, PurePosixPath
 
 from cache.errors import DataError
-from cache.records import ImageRef
+from cache.records import NO_SUCH_NAME, ImageRef, unreadable
 from cache.row_fields import show
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:", re.IGNORECASE)
+
+
+def _is_link(file: Path) -> bool:
+    try:
+        return stat.S_ISLNK(file.lstat().st_mode)
+    except OSError as error:
+        # What cannot be read at all is said when it is read; but a link that is not seen now could be followed then.
+        if error.errno in NO_SUCH_NAME or error.errno in (errno.ENOENT, errno.EACCES):
+            return False
+        raise unreadable(str(file), error) from error
 
 
 class ImageRoot:
@@ -69,7 +81,7 @@ class ImageRoot:
         if folder not in self._folders:
             self._folders[folder] = os.path.realpath(folder)
         file = Path(self._folders[folder], base)
-        return Path(os.path.realpath(file)) if file.is_symlink() else file
+        return Path(os.path.realpath(file)) if _is_link(file) else file
 
     def _relative(self, name: str, file: Path) -> str:
         # Without the file system, `a/../b` may be another file than `b` (a may be a symlink), and two images must

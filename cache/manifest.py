@@ -18,13 +18,12 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import ConfigDict, Field, StringConstraints
 
-from cache.atomic import write_text
 from cache.config import StorageDtype
-from cache.documents import Document, FileDocument, load
+from cache.documents import Document, FileDocument, load, save
 from cache.errors import CacheError
 from cache.features import QUANTIZED_DTYPES, SCALE_DTYPE
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
-from cache.seal import seal
+from cache.split_lists import require_same_images
 
 MANIFEST_FILE = "manifest.json"
 SHARDS, SPLITS, REFUSED = "shards", "splits", "refused"
@@ -103,12 +102,14 @@ class SplitImage:
 class SplitImages(FileDocument):
     """The images that a split's records name, and those that were refused.
 
-    `num_parts`: among how many parts the images are divided (cache.parts), so that it can be said which one is missing.
+    `root`: what the names are relative to; None in lists of earlier versions. `num_parts`: among how many parts the
+    images are divided (cache.parts), so that it can be said which one is missing.
     """
 
     split: str
     source: str
     num_records: int
+    root: str | None = None
     images: list[SplitImage]
     refused: dict[str, str]
     num_parts: int = Field(default=1, ge=1)
@@ -147,7 +148,7 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
                 do="give another cache.dir",
             )
         return
-    write_text(target, seal(manifest.model_dump_json(indent=1)))
+    save(target, manifest, indent=1)
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -169,7 +170,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 def save_shard_index(folder: Path, index: ShardIndex) -> None:
     """Commit a shard: from now on its entries count."""
-    write_text(index_file(folder, index.shard), seal(index.model_dump_json()))
+    save(index_file(folder, index.shard), index)
 
 
 def load_shard_indexes(folder: Path) -> list[ShardIndex]:
@@ -226,10 +227,18 @@ def split_file(folder: Path, split: str) -> Path:
 
 
 def save_split(folder: Path, images: SplitImages) -> None:
-    """Write the image list of a split, unless it is there already."""
-    if load_split(folder, images.split) == images:
+    """Write the image list of a split, unless it is there already.
+
+    Raises:
+        CacheError: there is one of another dataset's images.
+        DataError: it would be too large to be read again.
+    """
+    there = load_split(folder, images.split)
+    if there == images:
         return
-    write_text(split_file(folder, images.split), seal(images.model_dump_json()))
+    require_same_images(there, images.images, images.root)
+    smaller = "divide the split's file into several, each a split of its own in data.splits"
+    save(split_file(folder, images.split), images, smaller=smaller)
 
 
 def load_split(folder: Path, split: str) -> SplitImages | None:
@@ -244,7 +253,7 @@ def save_refused(folder: Path, image: RefusedImage) -> None:
     if target.exists() and load_refused_image(target) == image:
         return
     target.parent.mkdir(exist_ok=True)
-    write_text(target, seal(image.model_dump_json()))
+    save(target, image)
 
 
 def load_refused(folder: Path) -> dict[str, str]:

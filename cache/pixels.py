@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cache.config import CacheConfig
-from cache.errors import DataError
+from cache.errors import DataError, ReadError
 from cache.keys import image_key
 from cache.patches import cut
 from cache.preprocess import ImageProcessor, decode
@@ -26,12 +26,14 @@ class Pixels:
         patches: see cache.patches.cut.
         image_grid_thw: (3,) int64.
         error: set when the image cannot be used; then the tensors are empty.
+        unreadable: set when its file cannot be read, which says nothing about the image.
     """
 
     index: int
     patches: torch.Tensor
     image_grid_thw: torch.Tensor
     error: DataError | None = None
+    unreadable: ReadError | None = None
 
     def pin_memory(self) -> Pixels:
         """Called by the data loader where there is a GPU."""
@@ -64,6 +66,8 @@ class _PixelDataset(Dataset[Pixels]):
         except DataError as error:
             # Handed over as a value: raised in a worker it would end the whole loader.
             return Pixels(index, torch.empty(0), torch.empty(0), error)
+        except ReadError as error:
+            return Pixels(index, torch.empty(0), torch.empty(0), unreadable=error)
 
 
 def load_pixels(
@@ -73,6 +77,9 @@ def load_pixels(
 
     Args:
         images: key and place of each; bytes that do not have that key are an error.
+
+    Raises:
+        ReadError: a file that is there cannot be read.
     """
     loader = DataLoader(
         _PixelDataset(images, processor, cache.max_image_pixels),
@@ -81,7 +88,10 @@ def load_pixels(
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=leave_signals_to_parent,
     )
-    yield from loader
+    for pixels in loader:
+        if pixels.unreadable is not None:
+            raise pixels.unreadable
+        yield pixels
 
 
 def leave_signals_to_parent(_worker: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import ImageRef, Record
 from cache.scan import ImageScanner
+from cache.scan_note import ScanNote
+from cache.split_lists import require_same_images, same_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Plan:
 
     Attributes:
         path: where the split lies.
+        root: what the image names are relative to.
         num_records: rows of the dataset.
         records: the usable ones.
         images: every usable image path of the split.
@@ -41,6 +44,7 @@ class Plan:
     split: str
     folder: Path
     path: str
+    root: str
     num_records: int
     records: tuple[Record, ...]
     images: list[SplitImage]
@@ -89,17 +93,31 @@ def make_plan(
     max_image_pixels: int,
     progress: Progress,
     part: Part = WHOLE,
+    should_stop: Callable[[], bool] = lambda: False,
+    keep_scan: bool = False,
 ) -> Plan:
     """Read the records, look at each image's header and hash, and find what is still to do (in this part).
 
+    Args:
+        should_stop: asked between two images.
+        keep_scan: note what was hashed, so that a later call need not do it again (see ScanNote).
+
     Raises:
         DataError: a record or an image cannot be used, and `data.on_bad_record` is `fail` or too many are bad.
+        CacheError: the cache has a list of this split with the images of another dataset.
+        ReadError: an image file that is there cannot be read.
+        StoppedError: `should_stop` said so.
     """
     read = read_split(data, split)
-    scanned = ImageScanner(processor, load_split(folder, split), max_image_pixels).scan(read.records, progress)
+    there, note = load_split(folder, split), ScanNote(folder, split, read.root)
+    listed = there.images if there is not None and same_root(there.root, read.root) else []
+    known = [*listed, *note.load()]
+    scanner = ImageScanner(processor, known, max_image_pixels, note.save if keep_scan else lambda _: None)
+    scanned = scanner.scan(read.records, progress, should_stop)
     refused = {image.ref.path: image.error for image in scanned if image.error is not None}
     rejected = [*read.rejected, *reject_images(read.records, refused, data)]
     require_few(rejected, read.total, data, read.path)
+    require_same_images(there, [image.listed for image in scanned if image.listed is not None], read.root)
     distinct = {image.listed.key: (image.listed, image.ref) for image in scanned if image.listed is not None}
     images = list(distinct.values())
     missing = [images[place] for place in EntryIndex.open(folder).missing(list(distinct))]
@@ -110,6 +128,7 @@ def make_plan(
         split=split,
         folder=folder,
         path=read.path,
+        root=read.root,
         num_records=read.total,
         records=tuple(record for record in read.records if record.source not in left_out),
         images=[image.listed for image in scanned if image.listed is not None],

@@ -6,24 +6,19 @@ What is added here is a clear error for everything that cannot be used, and limi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from io import BytesIO
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image
 
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, DataError
+from cache.image_formats import as_data_error, open_image
 
 if TYPE_CHECKING:
     import torch
 
-# Pillow hands some formats to other programs (EPS to Ghostscript) and guesses others without a signature (TGA), so what
-# may be opened is listed here. MPO is opened as JPEG.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-_REPLACE = "replace the file by an intact image, or set data.on_bad_record: report to leave its records out"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TRANSPOSING = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 _QWEN2_VL = {"Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil"}
@@ -46,7 +41,7 @@ def decode(data: bytes, *, where: str, max_image_pixels: int) -> Image.Image:
     """
     from transformers.image_utils import load_image
 
-    image = _open(data, where)
+    image = open_image(data, where)
     width, height = image.size
     if width * height > max_image_pixels:
         raise DataError(
@@ -55,7 +50,7 @@ def decode(data: bytes, *, where: str, max_image_pixels: int) -> Image.Image:
             where=where,
             do="reduce the image; if it is genuine and memory allows, raise cache.max_image_pixels",
         )
-    with _as_data_error(f"the {image.format} image cannot be decoded", where):
+    with as_data_error(f"the {image.format} image cannot be decoded", where):
         image.load()
         # Pillow ignores this table when it converts to RGB, but warns about it for each image.
         if isinstance(image.info.get("transparency"), bytes):
@@ -78,45 +73,14 @@ def header_size(data: bytes, *, where: str) -> tuple[int, int]:
     Raises:
         DataError: no bytes, not an image in a known format, or the header is cut off or damaged.
     """
-    image = _open(_metadata_first(data), where)
+    image = open_image(_metadata_first(data), where)
     width, height = image.size
-    with _as_data_error(f"the EXIF data of the {image.format} image cannot be read", where):
+    with as_data_error(f"the EXIF data of the {image.format} image cannot be read", where):
         # Not image.getexif(): for PNG that one decodes the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     # Pillow has already exchanged the sides of a TIFF by its own tag, but not by an orientation in its XMP.
     exchanged = getattr(image, "tag_v2", {}).get(ExifTags.Base.Orientation) in _TRANSPOSING
     return (width, height) if orientation in _TRANSPOSING and not exchanged else (height, width)
-
-
-def _open(data: bytes, where: str) -> ImageFile.ImageFile:
-    """Identify the format and read the header; pixels are not decoded."""
-    if not data:
-        raise DataError("the image is empty (0 bytes)", where=where, do=_REPLACE)
-    # Image.open has a pixel limit in a module-wide variable and warns from half of it on. Calling the openers makes
-    # cache.max_image_pixels the limit without touching a global.
-    Image.init()
-    for name in _FORMATS:
-        opener, accept = Image.OPEN.get(name, (None, None))
-        # A string, not True, says that this Pillow lacks the codec. Padded because some index the prefix.
-        if opener is not None and accept is not None and accept(data[:16].ljust(16, b"\0")) is True:
-            with _as_data_error(f"the header of the {name} image cannot be read", where):
-                return opener(BytesIO(data), "")
-    raise DataError(
-        f"not an image in a format that can be read ({len(data)} bytes, beginning with {data[:8]!r})",
-        where=where,
-        do=f"convert it to one of {', '.join(_FORMATS)}, or set data.on_bad_record: report to leave its records out",
-    )
-
-
-@contextmanager
-def _as_data_error(what: str, where: str) -> Iterator[None]:
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise whatever the damage leads them to
-        reason = str(error).strip() or type(error).__name__
-        raise DataError(f"{what}: {reason}", where=where, do=_REPLACE) from error
 
 
 def _metadata_first(data: bytes) -> bytes:

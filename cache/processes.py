@@ -37,7 +37,8 @@ def run_children(children: Sequence[Child], should_stop: Callable[[], bool]) -> 
 
     Raises:
         PipelineError: a child failed; named, with the end of its log, as the error that its exit code stands for.
-        StoppedError: `should_stop` said so; the children were asked to stop (SIGTERM) and have ended.
+        StoppedError: `should_stop` said so; the children were asked to stop (SIGTERM) and have ended, not all of them
+            with their work done.
     """
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -47,10 +48,11 @@ def run_children(children: Sequence[Child], should_stop: Callable[[], bool]) -> 
     finally:
         end(running)
     failed = [(child, p.returncode) for child, p in zip(children, running, strict=True) if p.returncode]
+    if not failed:
+        return
     if stopping and all(code in (143, -15) for _, code in failed):
         raise StoppedError("stopped; everything encoded so far is kept", do="run the same command to go on")
-    if failed:
-        raise _failure(failed, len(children))
+    raise _failure(failed, len(children))
 
 
 def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:

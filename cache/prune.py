@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +133,26 @@ def remove_leftovers(holdings: Sequence[Holding]) -> list[Path]:
 
 def total_bytes(files: Sequence[Path]) -> int:
     """Of the files that are (still) there."""
-    return sum(file.stat().st_size for file in files if file.exists())
+    return sum(status.st_size for _, status in _still_there(files))
+
+
+def _still_there(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """The regular files, without links; one that another process has renamed or removed meanwhile is passed over."""
+    for file in files:
+        try:
+            status = file.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield file, status
 
 
 def _holding(folder: Path, wanted: Fingerprint, ignore: frozenset[str]) -> Holding:
     manifest = _or_none(load_manifest, folder)
     indexes = [_or_none(load_shard_index, file) for file in (folder / SHARDS).glob("*.json")]
     keys = {entry.key for index in indexes if index is not None for entry in index.entries}
-    files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    listed = [Path(place, name) for place, _, names in os.walk(folder) for name in names]
+    files = dict(_still_there(listed))
     temporary = [file for file in files if TEMPORARY_MARK in file.name]
     old = time.time() - STALE_SECONDS
     in_use = folder.name == wanted.name or (
@@ -148,11 +162,11 @@ def _holding(folder: Path, wanted: Fingerprint, ignore: frozenset[str]) -> Holdi
         folder=folder,
         manifest=manifest,
         num_images=len(keys),
-        num_bytes=total_bytes(files),
+        num_bytes=sum(status.st_size for status in files.values()),
         splits=sorted(file.stem for file in (folder / SPLITS).glob("*.json")),
         in_use=in_use,
         temporary=temporary,
-        stale=[file for file in temporary if file.stat().st_mtime < old],
+        stale=[file for file in temporary if files[file].st_mtime < old],
         damaged=sorted(file for file in files if file.parent == folder / DAMAGED),
         unlisted=shards_without_index(folder),
     )

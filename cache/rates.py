@@ -9,6 +9,9 @@ from typing import Any
 
 from cache.estimate import Rates
 
+ENOUGH_IMAGES = 256  # of fewer a run's rate is, for the most part, that of starting and loading
+_MEASURED = ("encoded_images", "written_bytes", "seconds", "images_per_second")
+
 
 def find_rates(output_dir: Path, *, images_per_second: float | None, samples_per_second: float | None) -> Rates:
     """What was given, or else measured by earlier runs in `output_dir`.
@@ -29,6 +32,19 @@ def find_rates(output_dir: Path, *, images_per_second: float | None, samples_per
     else:
         sources["samples_per_second"] = f"{samples_per_second:.4g}, given"
     return Rates(images_per_second, samples_per_second, sources)
+
+
+def keep_better_rate(file: Path, figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a caching run, with the rate that `file` has from an earlier run where that one tells more.
+
+    The run's own counts if it encoded ENOUGH_IMAGES or no fewer than the earlier one; so an addition of a few images,
+    or a run that had nothing to do, leaves what was measured before.
+    """
+    before = _object(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    count = before.get("encoded_images")
+    if not isinstance(count, int) or figures["encoded_images"] >= min(count, ENOUGH_IMAGES):
+        return figures
+    return figures | {name: before[name] for name in _MEASURED if name in before}
 
 
 def _cache_rate(folder: Path) -> tuple[float | None, str]:

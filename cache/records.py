@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from cache.errors import DataError
+from cache.errors import DataError, ReadError
+
+MAX_IMAGE_BYTES = 1 << 30  # encoded; no image below cache.max_image_pixels comes near it
+
+# The row is wrong, whenever it is tried.
+NO_SUCH_NAME = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ, errno.EINVAL})
 
 Role = Literal["system", "user", "assistant"]
 
@@ -20,19 +28,42 @@ class Embedded:
             so that a pickle of this object is small.
         row: index into `dataset`.
         location: keys and indices that lead from the row's value to the bytes (or to their `{bytes, path}` struct).
+        mtime_ns: when the file or folder that the table comes from was changed last; 0 where that is not known.
     """
 
     dataset: Any = field(repr=False, compare=False)
     row: int
     location: tuple[str | int, ...] = ()
+    mtime_ns: int = field(default=0, compare=False)
 
     def read(self) -> bytes:
         """Copies the encoded bytes of this one image out of the table; the other images of the row stay on disk."""
+        content = self._bytes().as_py()
+        if isinstance(content, list) and None in content:
+            raise DataError("a number of the image's bytes is null", do="correct the row, or leave it out")
+        return bytes(content or b"")
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes there are. Copies none."""
+        value = self._bytes()
+        if not value.is_valid:
+            return 0
+        return len(value.as_buffer()) if hasattr(value, "as_buffer") else len(value)
+
+    def _bytes(self) -> Any:
         value = self.dataset[self.row : self.row + 1].column(0)[0]
         for step in self.location:
             value = value[step]
-        content = value.as_py()
-        return bytes((content["bytes"] if isinstance(content, dict) else content) or b"")
+        return value["bytes"] if value.is_valid and isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Tells cheaply that bytes may have changed: their number, and when the file was changed last (0: not known)."""
+
+    size: int
+    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +80,29 @@ class ImageRef:
     file: Path | None = None
     data: Embedded | None = None
 
+    def stamp(self) -> Stamp | None:
+        """Size and modification time; None when there is no file to ask, and `read` will say why."""
+        try:
+            if self.data is not None:
+                return Stamp(self.data.num_bytes, self.data.mtime_ns)
+            status = self.file.stat() if self.file is not None else None
+        except (OSError, UnicodeEncodeError):
+            return None
+        return Stamp(status.st_size, status.st_mtime_ns) if status else None
+
     def read(self) -> bytes:
         """The image's encoded bytes.
 
         Raises:
-            DataError: the file is missing, is no regular file, cannot be read, or there are no bytes.
+            DataError: the file is missing, is no regular file, has more than MAX_IMAGE_BYTES, its name is one that no
+                file can have, or there are no bytes.
+            ReadError: the file is there, and the file system does not give it: that may pass.
         """
         if self.data is not None:
-            content = self.data.read()
+            try:
+                content = self.data.read()
+            except OSError as error:
+                raise unreadable(self.path, error) from error
         elif self.file is not None:
             content = _read_file(self.file)
         else:
@@ -71,17 +117,49 @@ class ImageRef:
 def _read_file(file: Path) -> bytes:
     try:
         # A named pipe would block for ever, so the kind of file is looked at before it is opened.
-        if file.exists() and not file.is_file():
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise DataError("the image is not a regular file", where=str(file), do="name an image file in the row")
+        require_size(status.st_size, str(file))
         return file.read_bytes()
     except FileNotFoundError as error:
         raise DataError(
             "the image file does not exist", where=str(file), do="check the row's path and data.image_root"
         ) from error
+    except UnicodeEncodeError as error:
+        raise no_such_name(file, f"{error.reason} at character {error.start}") from error
     except OSError as error:
+        if error.errno in NO_SUCH_NAME:
+            raise no_such_name(file, str(error.strerror)) from error
+        raise unreadable(str(file), error) from error
+
+
+def no_such_name(file: Path, reason: str) -> DataError:
+    """The error for a name under which there can be no image file."""
+    return DataError(f"no image file can have this name: {reason}", where=str(file), do="correct the row")
+
+
+def require_size(num_bytes: int, where: str) -> None:
+    """Refuse what is too large for an image, before it takes memory.
+
+    Raises:
+        DataError: it has more than MAX_IMAGE_BYTES.
+    """
+    if num_bytes > MAX_IMAGE_BYTES:
         raise DataError(
-            f"the image file cannot be read: {error.strerror or error}", where=str(file), do="check its permissions"
-        ) from error
+            f"the file has {num_bytes / 1e9:.1f} GB, more than any image may have ({MAX_IMAGE_BYTES / 1e9:.1f} GB)",
+            where=where,
+            do="name an image file in the row",
+        )
+
+
+def unreadable(where: str, error: OSError) -> ReadError:
+    """The error for a file that is there and cannot be read, as opposed to one whose content cannot be used."""
+    return ReadError(
+        f"the file cannot be read: {error.strerror or error}",
+        where=where,
+        do="check the file system and the file's permissions, then run the same command again: it goes on where it was",
+    )
 
 
 @dataclass(frozen=True, slots=True)

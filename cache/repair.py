@@ -80,9 +80,16 @@ def shards_without_index(folder: Path, *, older_than: float = STALE_SECONDS) -> 
     Args:
         older_than: seconds; a younger one may be about to get its index.
     """
-    now = time.time()
+    before = time.time() - older_than
     shards = [file for form in FORMATS.values() for file in (folder / SHARDS).glob(f"*{form.suffix}")]
-    return sorted(file for file in shards if not _index_of(file).exists() and now - file.stat().st_mtime > older_than)
+    return sorted(file for file in shards if not _index_of(file).exists() and _is_older(file, before))
+
+
+def _is_older(file: Path, moment: float) -> bool:
+    try:
+        return file.stat().st_mtime < moment
+    except FileNotFoundError:  # another process has moved it aside
+        return False
 
 
 def _format_in_use(folder: Path, default: ShardFormat) -> ShardFormat:

@@ -25,6 +25,7 @@ from cache.formats.base import file_checksum
 from cache.index import update_index_file
 from cache.index_table import ShardStamp
 from cache.manifest import MANIFEST_FILE, SHARDS, SPLITS, ShardIndex, index_file, load_shard_index
+from cache.node_folder import node_folder
 from cache.progress import Progress
 from cache.reader import FeatureCache
 from cache.verify import check_entries
@@ -49,6 +50,7 @@ def stage(
 
     Args:
         cache: in a folder or at an address.
+        target: cache.stage_to; its variables are those of this process (cache.node_folder).
         splits: whose images are needed.
         copies: whether this process copies; on each node one should. The others wait until everything is there. They
             trust a shard whose index is there: should it be a damaged copy of an earlier run, reading it is an error,
@@ -56,9 +58,11 @@ def stage(
         patience: seconds that a waiting process waits for a change in the folder.
 
     Raises:
+        ConfigError: a variable of `target` is not set.
         CacheError: a split is not complete, a shard is damaged at its source, or nobody copies.
         ResourceError: the space does not suffice.
     """
+    target = node_folder(target, "cache.stage_to")
     documents = {place: _document(cache.files, place) for place in [MANIFEST_FILE, *map(_list_of, splits)]}
     # Caches of one fingerprint may differ in format: each manifest has a folder of its own.
     which = f"{Fingerprint(cache.manifest.fingerprint).name}-{xxhash.xxh3_64_hexdigest(documents[MANIFEST_FILE])}"

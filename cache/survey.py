@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cache.committed import Committed, Place
 from cache.config import CacheConfig, DataConfig, ModelConfig
 from cache.dataset import SplitRecords, read_split
 from cache.errors import DataError
@@ -35,11 +36,17 @@ class Survey:
     free: int
     rates: Rates = field(default_factory=Rates)
 
+    @property
+    def needed(self) -> int:
+        """Bytes that are still to be written."""
+        return self.splits[-1].missing_bytes(self.shape.bytes_per_token(self.dtype)) if self.splits else 0
+
     def figures(self) -> dict[str, Any]:
         """Everything, for a JSON file."""
         return {
             "cache": str(self.target),
             "free_bytes": self.free,
+            "needed_bytes": self.needed,
             "dtype": self.dtype,
             "images_per_second": self.rates.images_per_second,
             "samples_per_second": self.rates.samples_per_second,
@@ -53,9 +60,12 @@ class Survey:
         lines = []
         for split in self.splits:
             lines += _describe_split(split, split.figures(self.shape, self.dtype, self.rates), self.dtype)
-        needed = self.splits[-1].tokens * self.shape.bytes_per_token(self.dtype) if self.splits else 0
-        lines.append(f"target {self.target}: {_size(self.free)} free, {_size(needed)} needed in {self.dtype}")
-        if needed > self.free:
+        cached = len(self.splits[-1].committed) if self.splits else 0
+        besides = f" besides the {cached} images that are cached" if cached else ""
+        lines.append(
+            f"target {self.target}: {_size(self.free)} free, {_size(self.needed)} needed in {self.dtype}{besides}"
+        )
+        if self.needed > self.free:
             lines.append(
                 "  NOT ENOUGH SPACE: `pipeline cache` will refuse; give another cache.dir or lower cache.max_pixels"
             )
@@ -80,13 +90,15 @@ def survey_splits(
     rates: Rates,
     progress: Progress,
 ) -> Survey:
-    """Read the records and image headers of some splits. No image is decoded, no weight is read.
+    """Read the records and image headers of some splits. No image is decoded.
 
-    An image that cannot be used is listed, and does not end the survey.
+    An image that cannot be used is listed, and does not end the survey. Weights are read where a cache in `target` may
+    have been made by them (cache.committed).
 
     Raises:
         ConfigError: an unknown split, or a model that is not there.
         DataError: a split's file or, with `data.on_bad_record: fail`, a row of it cannot be used.
+        CacheError: the configuration's cache is damaged.
     """
     processor, shape = ImageProcessor.from_checkpoint(model, cache), FeatureShape.of(model)
     read = {split: read_split(data, split) for split in splits}
@@ -101,16 +113,34 @@ def survey_splits(
         (n, unique[n], h) for n, h in headers.items() if isinstance(h, Header) and isinstance(facts[n], ImageFacts)
     ]
     ids = dict(zip([n for n, _, _ in usable], content_ids([(ref, h) for _, ref, h in usable]), strict=True))
+    places = _places(read, refs, headers, ids)
+    committed = Committed.find(model, cache, processor, target).among(places, progress)
     estimates = []
     for split, records in read.items():
         images = {
             p: (facts[r.file or (split, p)], ids.get(r.file or (split, p))) for (s, p), r in refs.items() if s == split
         }
-        estimates.append(_estimate(split, records, images))
+        estimates.append(_estimate(split, records, images, committed))
     if len(estimates) > 1:
         estimates.append(SplitEstimate.together(estimates))
     stored = cache.dtype if cache.storage_dtype == "same" else cache.storage_dtype
     return Survey(estimates, shape, stored, target, free_bytes(target), rates)
+
+
+def _places(
+    read: Mapping[str, SplitRecords],
+    refs: Mapping[tuple[str, str], ImageRef],
+    headers: Mapping[Any, Header | DataError],
+    ids: Mapping[Any, Hashable],
+) -> dict[Hashable, list[Place]]:
+    """Distinct image -> where it stands."""
+    places: dict[Hashable, list[Place]] = {}
+    for (split, path), ref in refs.items():
+        name = ref.file or (split, path)
+        header = headers[name]
+        if name in ids and isinstance(header, Header):
+            places.setdefault(ids[name], []).append(Place(split, read[split].root, ref, header.num_bytes))
+    return places
 
 
 def image_facts(
@@ -137,17 +167,21 @@ def image_facts(
     return ImageFacts(header.height, header.width, processor.num_tokens(grid))
 
 
-def _estimate(split: str, records: SplitRecords, images: dict[str, tuple[Any, Any]]) -> SplitEstimate:
+def _estimate(
+    split: str, records: SplitRecords, images: dict[str, tuple[Any, Any]], committed: Set[Hashable]
+) -> SplitEstimate:
     refused = {path: fact.what for path, (fact, _) in images.items() if isinstance(fact, DataError)}
     usable = [r for r in records.records if not any(ref.path in refused for ref in r.images)]
     uses = [images[path][0] for record in usable for path in {ref.path: None for ref in record.images}]
+    distinct = {key: fact for fact, key in images.values() if key is not None}
     return SplitEstimate(
         name=split,
         records=len(usable),
         image_uses=len(uses),
         used_tokens=sum(fact.tokens for fact in uses),
-        images={key: fact for fact, key in images.values() if key is not None},
+        images=distinct,
         refused=refused,
+        committed=distinct.keys() & committed,
     )
 
 
@@ -156,6 +190,8 @@ def _describe_split(split: SplitEstimate, figures: dict[str, Any], dtype: str) -
         f"{split.name}: {split.records} records, {len(split.images)} distinct images in {split.image_uses} uses, "
         f"{split.tokens} image tokens"
     ]
+    if split.committed:
+        lines.append(f"  cached already   {len(split.committed)} images; {_size(figures['missing_bytes'])} to write")
     if split.refused:
         path, why = next(iter(split.refused.items()))
         lines.append(f"  cannot be used   {len(split.refused)} images, e.g. {path}: {why}")

@@ -14,6 +14,7 @@ from cache.features import StoredFeatures
 from cache.formats import ShardFormat
 from cache.formats.base import NewShard, checksum, file_checksum
 from cache.index import update_index_file
+from cache.journal import Journal
 from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
 
 # Features that wait to be written, in bytes: a few large images, so that a pause of the disk does not stop the tower.
@@ -30,6 +31,7 @@ class _OpenShard:
     path: Path
     temporary: Path
     file: NewShard
+    journal: Journal
     num_bytes: int = 0
     entries: list[IndexEntry] = field(default_factory=list)
 
@@ -42,18 +44,20 @@ class CacheWriter:
 
     One thread writes entries into the shard in hand as they are added, another one hashes, flushes and commits the
     shard before it: at most one at a time. An entry is held in memory until it is in the shard's file, and no longer.
+    From then on it outlives a SIGKILL: a journal beside the file tells where it lies (cache.salvage).
 
     Args:
         num_entries: how many will be added at most, where it is known. Then small shards stay small.
 
     Attributes:
+        folder: the fingerprint's.
         committed_bytes, committed_images: so far; final after the block.
     """
 
     def __init__(
         self, folder: Path, shard_format: ShardFormat, *, shard_size: int, num_entries: int | None = None
     ) -> None:
-        self._folder, self._format, self._shard_size = folder, shard_format, shard_size
+        self.folder, self._format, self._shard_size = folder, shard_format, shard_size
         self._expected = num_entries
         self._open: _OpenShard | None = None
         self._writing = Stage[tuple[str, StoredFeatures, str]](
@@ -80,7 +84,7 @@ class CacheWriter:
             self._writing.close()
             self._committing.close()
             self._give_up()
-            update_index_file(self._folder)
+            update_index_file(self.folder)
 
     def add(self, key: str, features: StoredFeatures) -> None:
         """Take one entry, tensors on the CPU, which must not be changed any more; waits while too many wait.
@@ -109,11 +113,13 @@ class CacheWriter:
         shard = self._open or self._begin(features)
         try:
             with full_disk_named(shard.path):
-                shard.file.append(key, features)
+                offsets = shard.file.append(key, features)
+                entry = IndexEntry(key=key, image_grid_thw=_grid(features), checksum=digest)
+                shard.journal.add(entry, features, offsets)
         except BaseException:
             self._give_up()
             raise
-        shard.entries.append(IndexEntry(key=key, image_grid_thw=_grid(features), checksum=digest))
+        shard.entries.append(entry)
         shard.num_bytes += features.num_bytes
         if shard.num_bytes >= self._shard_size:
             self._hand_over()
@@ -124,7 +130,7 @@ class CacheWriter:
         room = min(max(like_first, self._shard_size // _SMALL_ENTRY), _MAX_ENTRIES)
         if self._expected is not None:
             room = max(1, min(room, self._expected))
-        path = self._folder / SHARDS / f"shard-{secrets.token_hex(8)}{self._format.suffix}"
+        path = self.folder / SHARDS / f"shard-{secrets.token_hex(8)}{self._format.suffix}"
         temporary = temporary_beside(path)
         try:
             with full_disk_named(path):
@@ -132,7 +138,7 @@ class CacheWriter:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self._open = _OpenShard(path, temporary, file)
+        self._open = _OpenShard(path, temporary, file, Journal(temporary))
         return self._open
 
     def _hand_over(self) -> None:
@@ -154,8 +160,17 @@ class CacheWriter:
         if shard is not None:
             shard.file.abandon()
             shard.temporary.unlink(missing_ok=True)
+            shard.journal.remove()
 
     def _commit(self, shard: _OpenShard) -> None:
+        try:
+            whole = self._put_in_place(shard)
+            self._list(shard, whole)
+        finally:
+            shard.journal.remove()  # until the index is there, only the journal says what is in the shard
+
+    def _put_in_place(self, shard: _OpenShard) -> str:
+        """Finish the shard and give it its name; returns its checksum."""
         try:
             with full_disk_named(shard.path):
                 try:
@@ -167,12 +182,16 @@ class CacheWriter:
                 put_in_place(shard.temporary, shard.path)
         finally:
             shard.temporary.unlink(missing_ok=True)
+        return whole
+
+    def _list(self, shard: _OpenShard, whole: str) -> None:
+        """Write the index: from now on the shard's entries count."""
         size = shard.path.stat().st_size
         index = ShardIndex(shard=shard.path.name, num_bytes=size, checksum=whole, entries=shard.entries)
         try:
-            save_shard_index(self._folder, index)
+            save_shard_index(self.folder, index)
         except BaseException:
-            if not index_file(self._folder, shard.path.name).exists():
+            if not index_file(self.folder, shard.path.name).exists():
                 shard.path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
             raise
         self.committed_bytes += size

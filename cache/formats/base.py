@@ -117,8 +117,11 @@ class NewShard(ABC):
         return True
 
     @abstractmethod
-    def append(self, key: str, features: StoredFeatures) -> None:
+    def append(self, key: str, features: StoredFeatures) -> dict[str, int]:
         """Write one entry, tensors on the CPU.
+
+        Returns:
+            Offset in the file of each tensor whose bytes are there now, for good; `finish` writes the others.
 
         Raises:
             OSError: it cannot be written; `errno` says why (ENOSPC for a full disk).

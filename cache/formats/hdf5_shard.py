@@ -50,15 +50,17 @@ class _NewShard(NewShard):
             )
         self._file = path.open("r+b", buffering=0)
 
-    def append(self, key: str, features: StoredFeatures) -> None:
+    def append(self, key: str, features: StoredFeatures) -> dict[str, int]:
         with _os_errors(self._path):
             group = self._structure.create_group(key, track_order=False)
-            places = [(tensor, _reserve(group, field, tensor)) for field, tensor in features.tensors().items()]
-            for tensor, place in places:
-                if place is not None:
-                    # Takes the space now: a full disk is met here, as a plain error, before anything is written.
-                    os.posix_fallocate(self._file.fileno(), place, tensor.nbytes)
-                    write_at(self._file.fileno(), place, bytes_of(tensor))
+            tensors = features.tensors()
+            reserved = {field: _reserve(group, field, tensor) for field, tensor in tensors.items()}
+            offsets = {field: place for field, place in reserved.items() if place is not None}
+            for field, place in offsets.items():
+                # Takes the space now: a full disk is met here, as a plain error, before anything is written.
+                os.posix_fallocate(self._file.fileno(), place, tensors[field].nbytes)
+                write_at(self._file.fileno(), place, bytes_of(tensors[field]))
+        return offsets
 
     def finish(self) -> None:
         with _os_errors(self._path):

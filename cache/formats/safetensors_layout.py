@@ -25,6 +25,7 @@ class SafetensorsLayout:
 
     Attributes:
         num_bytes: of the whole file.
+        offsets: of each tensor's first byte in the other file.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], start: int) -> None:
@@ -41,6 +42,8 @@ class SafetensorsLayout:
         text += b" " * (-(start + 8 + len(text) + small - small % 8) % PAGE)
         self._header = len(text).to_bytes(8, "little") + text
         self.num_bytes = len(self._header) + place
+        data = start + len(self._header)
+        self.offsets = {name: data + of["data_offsets"][0] for name, of in header.items()}
 
     def write(self, file: OutputFile) -> None:
         """Append it to a file.

@@ -53,18 +53,21 @@ class _NewShard(NewShard):
         # Before the first entry there is no telling how long the names of an entry are.
         return not self._room or self._header_bytes + _header_bytes_of(features) <= self._room
 
-    def append(self, key: str, features: StoredFeatures) -> None:
+    def append(self, key: str, features: StoredFeatures) -> dict[str, int]:
         if not self._room:
             needed = 8 + self._header_bytes + self._num_entries * _header_bytes_of(features)
             self._room = min(-(-needed // PAGE) * PAGE, MAX_HEADER_BYTES // PAGE * PAGE) - 8
             self._file.leave_room(8 + self._room)
+        offsets = {}
         for field, tensor in features.tensors().items():
             # The library wants a tensor to start at a multiple of its numbers' size, and holes are not allowed.
             if field in _LARGE and not tensor.nbytes % 8:
+                offsets[field] = self._file.place
                 self._add(f"{key}/{field}", tensor)
             else:
                 self._late.append((f"{key}/{field}", tensor.clone()))
         self._header_bytes += _header_bytes_of(features)
+        return offsets
 
     def finish(self) -> None:
         self._file.leave_room(0 if self._room else PAGE)

@@ -38,11 +38,12 @@ class _NewShard(NewShard):
     def __init__(self, path: Path) -> None:
         self._file = OutputFile(path)
 
-    def append(self, key: str, features: StoredFeatures) -> None:
+    def append(self, key: str, features: StoredFeatures) -> dict[str, int]:
         layout = SafetensorsLayout(features.tensors(), self._file.place + BLOCK)
         self._file.append(_member(key, layout.num_bytes).tobuf(tarfile.USTAR_FORMAT))
         layout.write(self._file)
         self._file.append(bytes(-layout.num_bytes % BLOCK))
+        return layout.offsets
 
     def finish(self) -> None:
         self._file.append(bytes(2 * BLOCK))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from cache.vision_tower import VisionTower
 from pipeline.config import PipelineConfig
 
 SILENT = Silent()
+DRAWN = 1_600_000_000  # long ago: a scan does not rely on the time of a file that was just written
 
 
 def draw_images(folder: Path, count: int, *, seed: int = 0) -> list[Path]:
@@ -35,6 +37,7 @@ def draw_images(folder: Path, count: int, *, seed: int = 0) -> list[Path]:
         pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
         file = folder / f"{seed}-{number}.png"
         Image.fromarray(pixels.numpy()).save(file)
+        os.utime(file, (DRAWN, DRAWN))
         files.append(file)
     return files
 

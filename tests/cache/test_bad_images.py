@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cache.bad_records import reject_images
 from cache.errors import DataError
+from cache.parts import Part, part_of
 from cache.reader import FeatureCache
 from pipeline.config import PipelineConfig
 
@@ -82,6 +84,44 @@ def test_too_many_bad_images_fail_the_run(tmp_path: Path, make_config: MakeConfi
         builder_of(config).run("train", SILENT)
     enough = config.model_copy(update={"data": config.data.model_copy(update={"max_bad_share": 0.5})})
     assert len(builder_of(enough).run("train", SILENT).rejected) == 2
+
+
+def test_the_share_of_bad_images_is_that_of_all_parts_together(tmp_path: Path, make_config: MakeConfig) -> None:
+    files = draw_images(tmp_path / "images", 24)
+    parts: dict[int, list[Path]] = {0: [], 1: []}
+    for file in files:
+        damage(file, "cut")
+        parts[part_of(key_of(file), 2)].append(file)
+    bad = [*parts[0][:3], *parts[1][:3]]
+    draw_images(tmp_path / "good", 18, seed=1)
+    rows = write_rows(tmp_path / "train.jsonl", [*bad, *sorted((tmp_path / "good").iterdir())])
+    data = {"on_bad_record": "report", "max_bad_share": 0.2}  # of 24 rows 4 may be bad; each part has 3
+    config = make_config({"train": str(rows)}, data=data)
+    builder_of(config).run("train", SILENT, part=Part(0, 2))
+    with pytest.raises(DataError, match=r"6 of 24 records cannot be used: 25\.00%"):
+        builder_of(config).run("train", SILENT, part=Part(1, 2))
+    with pytest.raises(DataError, match="6 of 24 records"):
+        builder_of(config).run("train", SILENT, part=Part(0, 2))
+
+
+def test_bad_images_are_looked_up_in_the_records_once(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each: with many of both that would take hours."""
+    calls: dict[int, int] = {}
+    for count in (2, 6):
+        files = draw_images(tmp_path / f"images{count}", 8)
+        for file in files[:count]:
+            damage(file, "cut")
+        rows = write_rows(tmp_path / "train.jsonl", files)
+        data = {"on_bad_record": "report", "max_bad_share": 1.0}
+        config = make_config({"train": str(rows)}, data=data, output_dir=str(tmp_path / str(count)))
+        with monkeypatch.context() as patch:
+            seen: list[int] = []
+            patch.setattr("cache.build.reject_images", lambda *a, s=seen: s.append(1) or reject_images(*a))
+            assert len(builder_of(config).run("train", SILENT).rejected) == count
+        calls[count] = len(seen)
+    assert calls[2] == calls[6]
 
 
 def test_a_name_that_no_file_can_have(tmp_path: Path, make_config: MakeConfig) -> None:

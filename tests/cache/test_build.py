@@ -19,6 +19,7 @@ from cache.reader import FeatureCache
 from pipeline.config import PipelineConfig
 
 from .conftest import (
+    DRAWN,
     SILENT,
     assert_same_entries,
     builder_of,
@@ -165,6 +166,7 @@ def test_a_changed_file_is_noticed(
     file = tmp_path / "images" / "0-1.png"
     picture = file.read_bytes()
     file.write_bytes(picture + b"a")  # decoders stop at the end of the picture, but the bytes are others
+    os.utime(file, (DRAWN, DRAWN))
     builder_of(config).run("train", SILENT)
     old_key, stat, before = key_of(file), file.stat(), tower_calls["encode"]
     file.write_bytes(picture + tail)
@@ -214,6 +216,7 @@ def test_images_in_parquet_rows(tmp_path: Path, make_config: MakeConfig, tower_c
         for file in [*files, files[0]]
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    os.utime(tmp_path / "train.parquet", (DRAWN, DRAWN))
     config = make_config({"train": str(tmp_path / "train.parquet")})
     builder = builder_of(config)
     assert builder.run("train", SILENT).encoded_images == 3

@@ -18,10 +18,15 @@ import pytest
 
 from cache.atomic import TEMPORARY_MARK
 from cache.copy_back import BATCHES_AHEAD
+from cache.errors import StoppedError
 from cache.files import fingerprint_folders
 from cache.formats import SafetensorsFormat
+from cache.journal import JOURNAL_SUFFIX
+from cache.parts import WHOLE, Part
+from cache.progress import Silent
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
+from pipeline.cache_figures import report, report_together
 from pipeline.config import PipelineConfig
 
 from .conftest import SILENT, assert_same, assert_same_entries, builder_of, committed_keys, draw_images, write_rows
@@ -57,7 +62,7 @@ def die_halfway_through_a_shard(number: int) -> None:
         if next(shards) == number:
             append = shard.append
 
-            def half(key: str, features: Any) -> None:
+            def half(key: str, features: Any) -> None:  # nothing is noted of it
                 append(key, features)
                 os.truncate(path, path.stat().st_size // 2)
                 die()
@@ -88,6 +93,13 @@ def run_in_child(config: PipelineConfig, arm: Callable[[int], None] | None, valu
     return child.exitcode != 0
 
 
+def held_keys(folder: Path) -> set[str]:
+    """The keys that are committed, or noted in a journal: what need not be encoded again."""
+    journals = [file.read_text() for file in folder.glob(f"**/shards/*{JOURNAL_SUFFIX}")]
+    lines = [line for text in journals for line in text.split("\n")[:-1]]
+    return {*committed_keys(folder), *(json.loads(line)["entry"]["key"] for line in lines)}
+
+
 def assert_sound(folder: Path, whole: FeatureCache) -> None:
     """Whatever is listed can be read, equals the undisturbed run, and is listed once."""
     for found in fingerprint_folders(folder):
@@ -99,9 +111,10 @@ def assert_sound(folder: Path, whole: FeatureCache) -> None:
 
 def assert_recovers(config: PipelineConfig, whole: FeatureCache) -> None:
     assert_sound(config.cache_dir, whole)
-    before = len(committed_keys(config.cache_dir))
+    before, held = committed_keys(config.cache_dir), held_keys(config.cache_dir)
     summary = builder_of(config).run("train", SILENT)
-    assert summary.encoded_images == len(whole) - before
+    assert summary.encoded_images == len(whole) - len(held)
+    assert summary.recovered_images == len(held) - len(before)
     assert_same_entries(summary.folder, whole.folder)
     assert committed_keys(summary.folder) == whole.keys()
     assert [i.path for i in FeatureCache(summary.folder).split("train").images] == [
@@ -121,7 +134,7 @@ def test_death_at_every_step_of_the_commits(tmp_path: Path, cached: Any) -> None
         assert_recovers(moved(config, tmp_path / str(step)), whole)
         step += 1
     shards = len(list((whole.folder / "shards").glob("*.json")))
-    assert step == 1 + 3 * (2 * shards + 3), "manifest, index file and split list; shard and index of each shard"
+    assert step == 1 + 3 * (2 * shards + 4), "scan, manifest, split list and index file; shard and index of each shard"
     assert {0, len(whole)} <= kept
     assert len(kept) == shards + 1
 
@@ -131,7 +144,9 @@ def test_death_in_the_middle_of_a_shard(tmp_path: Path, cached: Any, number: int
     whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
     assert run_in_child(config, die_halfway_through_a_shard, number)
     left = [file.name for file in config.cache_dir.rglob(f"*{TEMPORARY_MARK}*")]
-    assert 1 <= len(left) <= 2, "the shard that was filled, and the one before it if it was being committed"
+    shards = [name for name in left if not name.endswith(JOURNAL_SUFFIX)]
+    assert 1 <= len(shards) <= 2, "the shard that was filled, and the one before it if it was being committed"
+    assert len(left) - len(shards) <= number - 1, "the journal of the one before"
     listed = "".join(file.read_text() for file in config.cache_dir.rglob("*.json"))
     assert not [name for name in left if name in listed]
     assert_recovers(config, whole)
@@ -146,6 +161,68 @@ def test_many_deaths_in_a_row(tmp_path: Path, cached: Any) -> None:
         assert deaths < 20, "no run gets any further"
     assert deaths > 1
     assert_recovers(config, whole)
+
+
+def killed_with_some_in_hand(config: PipelineConfig) -> set[str]:
+    """Killed before the first shard is flushed; returns the keys that it leaves, all in unfinished shards."""
+    assert run_in_child(config, die_at_step, 10)
+    assert committed_keys(config.cache_dir) == []
+    held = held_keys(config.cache_dir)
+    assert held
+    return held
+
+
+def test_a_restart_says_what_it_takes_up_and_encodes_only_the_rest(
+    tmp_path: Path, cached: Any, tower_calls: dict[str, int]
+) -> None:
+    whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
+    held, encoded = killed_with_some_in_hand(config), tower_calls["encode"]
+    summary = builder_of(config).run("train", SILENT)
+    assert (summary.recovered_images, summary.encoded_images) == (len(held), len(whole) - len(held))
+    assert tower_calls["encode"] - encoded == summary.encoded_images
+    assert f"taken up         {len(held)} images of an interrupted run" in report(config, summary, WHOLE)
+    assert_same_entries(summary.folder, whole.folder)
+    again = builder_of(config).run("train", SILENT)
+    assert (again.recovered_images, again.encoded_images) == (0, 0)
+    assert "taken up" not in report(config, again, WHOLE)
+
+
+def test_parts_take_up_their_shares(tmp_path: Path, cached: Any) -> None:
+    whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
+    held, parts = killed_with_some_in_hand(config), [Part(number, 2) for number in range(2)]
+    for part in parts:
+        summary = builder_of(config).run("train", SILENT, part=part)
+        assert summary.recovered_images == sum(map(part.has, held))
+        assert summary.encoded_images == sum(part.has(key) and key not in held for key in whole.keys())  # noqa: SIM118
+        report(config, summary, part)
+    assert f"taken up         {len(held)} images" in report_together(config, "train", parts)
+    assert committed_keys(config.cache_dir) == whole.keys()
+    assert_same_entries(summary.folder, whole.folder)
+
+
+class Phases(Silent):
+    """Notes what is begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def start(self, what: str, total: int, unit: str) -> None:
+        self.begun.append(what)
+
+
+def test_a_stop_while_images_are_taken_up_loses_nothing(
+    tmp_path: Path, cached: Any, tower_calls: dict[str, int]
+) -> None:
+    whole, config = FeatureCache(cached[0].folder), moved(cached[1], tmp_path / "other")
+    held, phases, encoded = killed_with_some_in_hand(config), Phases(), tower_calls["encode"]
+    with pytest.raises(StoppedError, match="is kept"):
+        builder_of(config).run("train", phases, lambda: any("interrupted" in what for what in phases.begun))
+    assert len(committed_keys(config.cache_dir)) == 1
+    assert tower_calls["encode"] == encoded
+    assert held_keys(config.cache_dir) == held
+    summary = builder_of(config).run("train", SILENT)
+    assert summary.recovered_images == len(held) - 1
+    assert_same_entries(summary.folder, whole.folder)
 
 
 def deaths_in_time(tmp_path: Path, cached: Any, count: int, seed: int) -> None:
@@ -198,7 +275,11 @@ def kills_over_whole_runs(tmp_path: Path, make_config: Any, kills: int, seed: in
     rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 24))
     config = make_config({"train": str(rows)}, cache={"shard_size": 40_000})
     whole = FeatureCache(builder_of(config).run("train", SILENT).folder)
-    largest = max(len(json.loads(f.read_text())["entries"]) for f in (whole.folder / "shards").glob("*.json"))
+    sizes = [whole.read(key).num_bytes for key in whole.keys()]  # noqa: SIM118  (not a mapping)
+    # Computed and not in a shard yet: one image that the tower has ready (a batch is one image here), those that are
+    # copied back, of which one may wait for the writer, and the writer's: a quarter of a shard's bytes, or one image.
+    # An image whose bytes are in the shard, but not its line in the journal, is one of the writer's.
+    on_the_way = 1 + BATCHES_AHEAD + max(1, config.cache.shard_size // 4 // min(sizes))
     started = time.perf_counter()
     assert not killed_after(moved(config, tmp_path / "timed"), 60, tmp_path / "timed.count")
     whole_time = time.perf_counter() - started
@@ -208,16 +289,18 @@ def kills_over_whole_runs(tmp_path: Path, make_config: Any, kills: int, seed: in
         this, encoded = moved(config, tmp_path / str(run)), tmp_path / f"{run}.count"
         killed = True
         while killed:
-            before = committed_keys(this.cache_dir)
+            before, held = committed_keys(this.cache_dir), held_keys(this.cache_dir)
             encoded.write_bytes(b"")
             killed = killed_after(this, dice.uniform(0, whole_time), encoded)
             done += killed
             after = committed_keys(this.cache_dir)
             assert set(before) <= set(after)
             assert len(after) == len(set(after)), "an entry twice"
-            lost = encoded.stat().st_size - (len(after) - len(before))
-            # A shard that is filled, one that is committed, and what is between them and the tower.
-            assert lost <= 2 * largest + -(-largest // 4) + BATCHES_AHEAD + 2, "more than is in hand is lost"
+            count = encoded.stat().st_size
+            assert count <= len(whole) - len(held), "something was encoded that a killed run had left"
+            assert held <= held_keys(this.cache_dir)
+            lost = count - (len(held_keys(this.cache_dir)) - len(held))
+            assert lost <= (on_the_way if killed else 0), "more than what is on its way is lost"
             assert_sound(this.cache_dir, whole)
         assert_recovers(this, whole)
         shutil.rmtree(this.cache_dir)

@@ -16,7 +16,7 @@ from PIL import Image as PILImage
 
 from cache.config import DataConfig
 from cache.dataset import Rejection, SplitRecords, read_split
-from cache.errors import ConfigError, DataError
+from cache.errors import ConfigError, DataError, ReadError
 from cache.records import Embedded, Image, ImageRef, Text
 
 DATA = Path(__file__).parents[1] / "data"
@@ -245,7 +245,7 @@ def test_reading_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "a.png").write_bytes(b"x")
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+    with pytest.raises(ReadError, match="cannot be read: Permission denied"):
         ImageRef("a.png", tmp_path / "a.png").read()
 
 

@@ -52,7 +52,9 @@ def test_refuses_before_anything_is_spent(cached: Any, small_disk: Path, tower_c
     with pytest.raises(ResourceError, match=r"GB are needed.*\n.*free some space"):
         builder_of(config).run("train", SILENT)
     assert tower_calls["load"] == 0
-    assert snapshot(small_disk) == before
+    # But for the note of what was hashed, so that it need not be hashed again.
+    after = {name: state for name, state in snapshot(small_disk).items() if "/scans/" not in name}
+    assert after == before
 
 
 @pytest.mark.parametrize("pages", [0, 1, 2, 4, 6, 8, 9, 10])

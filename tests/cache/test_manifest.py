@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cache.errors import CacheError
+from cache import documents
+from cache.errors import CacheError, DataError
 from cache.manifest import (
     IndexEntry,
     Manifest,
@@ -169,3 +170,22 @@ def test_a_list_of_images_that_cannot_be_is_refused(tmp_path: Path, change: dict
     edited(file, images=[images[0] | change])
     with pytest.raises(CacheError, match=rf"(?s)is damaged: images\.0\.{next(iter(change))}.*--repair"):
         load_split(tmp_path, "val")
+
+
+def test_nothing_is_written_that_would_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_manifest(tmp_path, MANIFEST)
+    images = [SplitImage(f"{n}\u00e9.png", "a" * 64, (1, 2, 2), 1, 1) for n in range(20)]
+
+    def listed(count: int) -> SplitImages:
+        return SplitImages(split="val", source="x", num_records=0, images=images[:count], refused={})
+
+    save_split(tmp_path, listed(19))
+    size = (tmp_path / "splits" / "val.json").stat().st_size
+    monkeypatch.setattr(documents, "MAX_JSON_BYTES", size)
+    (tmp_path / "splits" / "val.json").unlink()
+    save_split(tmp_path, listed(19))
+    assert load_split(tmp_path, "val") == listed(19)
+    with pytest.raises(DataError, match=rf"splits/val\.json: would have \d+ bytes.*{size}[\s\S]*data\.splits"):
+        save_split(tmp_path, listed(20))
+    assert load_split(tmp_path, "val") == listed(19), "the old one stands"
+    assert [file.name for file in (tmp_path / "splits").iterdir()] == ["val.json"]

@@ -13,6 +13,7 @@ import pytest
 from cache.copy_back import BATCHES_AHEAD
 from cache.features import StoredFeatures, VisionFeatures
 from cache.formats import FORMATS, SafetensorsFormat
+from cache.journal import find_journals
 from cache.progress import Silent
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
@@ -35,10 +36,11 @@ class Gate:
             shard = create(form, path, num_entries)
             append = shard.append
 
-            def wait(key: str, features: StoredFeatures) -> None:
+            def wait(key: str, features: StoredFeatures) -> dict[str, int]:
                 assert self.open.wait(60)
-                append(key, features)
+                offsets = append(key, features)
                 self.written += 1
+                return offsets
 
             shard.append = wait  # type: ignore[method-assign]
             return shard
@@ -119,7 +121,7 @@ def test_a_shard_is_filled_while_the_one_before_is_committed(
     thread = threading.Thread(target=write)
     thread.start()
     deadline = time.monotonic() + 30
-    while len(list((tmp_path / "shards").iterdir())) < 2:  # the second's file is there
+    while len(find_journals(tmp_path)) < 2:  # the second has its first entry
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.2)

@@ -217,6 +217,19 @@ def test_a_request_to_stop_is_handed_on_once(tmp_path: Path) -> None:
     assert [one.log.read_text() for one in children] == ["ready\nsignals 1\n"] * 2
 
 
+def test_a_request_that_comes_when_all_is_done_stops_nothing(tmp_path: Path) -> None:
+    done = tmp_path / "stop"
+    waits = f"import os, signal, time; signal.signal(15, lambda *_: open({str(done)!r}, 'w').close())\n"
+    waits += f"print('ready', flush=True)\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
+    one = child(tmp_path, "one", waits)
+    run_children([one], lambda: one.log.exists() and "ready" in one.log.read_text())
+    assert done.exists(), "it was asked to stop, and ended well"
+    failing = child(tmp_path, "two", waits + "; import sys\nsys.exit(3)")
+    done.unlink()
+    with pytest.raises(DataError):
+        run_children([failing], lambda: failing.log.exists() and "ready" in failing.log.read_text())
+
+
 def test_no_process_outlives_a_parent_that_gives_up(tmp_path: Path) -> None:
     one = child(tmp_path, "one", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
 
@@ -228,18 +241,17 @@ def test_no_process_outlives_a_parent_that_gives_up(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_children([one], interrupted)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55, "it was waited for"
     with pytest.raises(ProcessLookupError):
         os.kill(int(one.log.read_text()), 0)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_processes_on_one_machine(whole: Any, tmp_path: Path, tiny: Path, count: int) -> None:
-    """The machinery of --gpus, with processes that see no GPU."""
+def test_one_process_on_one_machine(whole: Any, tmp_path: Path) -> None:
+    """The machinery of --gpus, with a process that sees no GPU; of several: test_rejected_by_parts."""
     config = elsewhere(whole[1], tmp_path / "parts")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     arguments = ["--config", str(tmp_path / "my.yaml"), "--split", "train", f"--set=cache.dir={tmp_path / 'parts'}"]
-    text = cache_in_processes(config, arguments, "train", [environment] * count, never)
+    text = cache_in_processes(config, arguments, "train", [environment], never)
     assert "9 distinct images" in text
     assert "encoded now      9 images" in text
     folder = builder_of(config).folder

@@ -17,7 +17,7 @@ from cache.errors import DataError
 from cache.estimate import STORAGE_DTYPES, FeatureShape, Rates
 from cache.headers import HEAD_BYTES, Header, content_ids, read_headers
 from cache.preprocess import header_size
-from cache.rates import find_rates
+from cache.rates import ENOUGH_IMAGES, find_rates, keep_better_rate
 from cache.records import ImageRef
 from cache.survey import Survey, survey_splits
 from pipeline.config import PipelineConfig
@@ -195,3 +195,30 @@ def test_rates_are_found_or_given(tmp_path: Path) -> None:
     assert "cache-train.json" in found.sources["images_per_second"]
     given = find_rates(tmp_path, images_per_second=2.0, samples_per_second=None)
     assert (given.images_per_second, given.sources["images_per_second"]) == (2.0, "2, given")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        (100, 0, 100),
+        (100, 3, 100),
+        (100, 100, 100),
+        (3, 100, 100),
+        (10 * ENOUGH_IMAGES, ENOUGH_IMAGES - 1, 10 * ENOUGH_IMAGES),
+        (10 * ENOUGH_IMAGES, ENOUGH_IMAGES, ENOUGH_IMAGES),
+        (0, 0, 0),
+    ],
+)
+def test_a_few_more_images_leave_the_rate_that_was_measured(tmp_path: Path, before: int, now: int, kept: int) -> None:
+    def figures(count: int, records: int) -> dict[str, Any]:
+        measured = {"encoded_images": count, "seconds": 2.0 * records, "images_per_second": count / 2}
+        return {"split": "train", "num_records": records, **measured}
+
+    file = tmp_path / "cache-train.json"
+    assert keep_better_rate(file, figures(before, 1)) == figures(before, 1), "the first run"
+    file.write_text(json.dumps(figures(before, 1)))
+    found = keep_better_rate(file, figures(now, 2))
+    assert found["num_records"] == 2, "what is said of the split is always of the latest run"
+    assert (found["encoded_images"], found["images_per_second"]) == (kept, kept / 2)
+    file.write_text('{"encoded_ima')
+    assert keep_better_rate(file, figures(now, 2)) == figures(now, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cache import repair
 from cache.atomic import TEMPORARY_MARK
 from cache.errors import ConfigError
 from cache.fingerprint import expected_fingerprint
@@ -119,3 +120,42 @@ def test_an_empty_place(cached: Any, tmp_path: Path) -> None:
     config = cached[1]
     moved = config.model_copy(update={"cache": config.cache.model_copy(update={"dir": tmp_path / "nothing"})})
     assert "nothing in" in prune(moved, fingerprint=None, leftovers=False, yes=False)
+
+
+def test_files_that_vanish_while_they_are_looked_at_are_passed_over(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process renames its temporary file, moves a shard aside, or removes the whole fingerprint."""
+    config, used, other = two
+    young = used / "shards" / f"shard-1.safetensors{TEMPORARY_MARK}0000"
+    unlisted = used / "shards" / "shard-2.safetensors"
+    walk = os.walk
+
+    def vanishing(folder: Path) -> Any:
+        for found in walk(folder):
+            young.unlink(missing_ok=True)
+            yield found
+
+    def before() -> list[Holding]:
+        young.write_bytes(b"1234")
+        return holdings(config)
+
+    whole = {holding.folder: holding.num_bytes for holding in before()}
+    monkeypatch.setattr(os, "walk", vanishing)
+    assert {holding.folder: holding.num_bytes for holding in before()} == {**whole, used: whole[used] - 4}
+    index_of = repair._index_of
+
+    def moving(shard: Path) -> Path:
+        unlisted.unlink(missing_ok=True)
+        return index_of(shard)
+
+    unlisted.write_bytes(b"1234")
+    os.utime(unlisted, (time.time() - 4000,) * 2)
+    monkeypatch.setattr(repair, "_index_of", moving)
+    assert [holding.unlisted for holding in holdings(config)] == [[], []]
+
+    def removing(folder: Path) -> Any:
+        for found in walk(folder):
+            shutil.rmtree(other, ignore_errors=True)
+            yield found
+
+    monkeypatch.setattr(os, "walk", removing)
+    assert [holding.num_images for holding in holdings(config) if holding.folder == used] == [4]

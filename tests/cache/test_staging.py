@@ -12,7 +12,7 @@ import pytest
 
 from cache import staging
 from cache.atomic import TEMPORARY_MARK
-from cache.errors import CacheError, ResourceError, StoppedError
+from cache.errors import CacheError, ConfigError, ResourceError, StoppedError
 from cache.formats import FORMATS
 from cache.manifest import ShardIndex, index_file, load_shard_index, save_shard_index
 from cache.progress import Silent
@@ -234,3 +234,38 @@ def test_an_incomplete_split_is_refused(tmp_path: Path) -> None:
     (folder / "shards" / name).unlink()
     with pytest.raises(CacheError, match="is not complete"):
         stage(FeatureCache(folder), tmp_path / "disk", ["train"], SILENT)
+
+
+@pytest.mark.parametrize("form", ["$NODE_DISK/features", "${NODE_DISK}/features", "~/features"])
+def test_variables_of_the_node_name_the_folder(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FeatureCache(make_cache(tmp_path / "source"))
+    for name in ("NODE_DISK", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "disk"))
+    copy = stage(source, Path(form), ["val"], SILENT)
+    assert copy.folder.parent == tmp_path / "disk" / "features"
+    monkeypatch.chdir(tmp_path)
+    assert stage(source, Path(form), ["val"], SILENT, copies=False).folder == copy.folder
+    assert not list(tmp_path.glob("*NODE*"))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("$NODE_DISK/features", r"\$NODE_DISK is not set"),
+        ("/mnt/${NODE_DISK}", r"\$NODE_DISK is not set"),
+        ("$EMPTY/features", r"\$EMPTY is empty"),
+        ("${NODE_DISK:-/tmp}", r"\$\{NODE_DISK:-/tmp\}"),
+        ("~nobody-of-this-name/features", "~nobody-of-this-name"),
+    ],
+)
+def test_a_variable_that_is_not_set_is_named(
+    form: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FeatureCache(make_cache(tmp_path / "source"))
+    monkeypatch.delenv("NODE_DISK", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=rf"cache\.stage_to.*{message}[\s\S]*What to do: "):
+        stage(source, Path(form), ["val"], SILENT)
+    assert snapshot(tmp_path) == before
