@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
-from cache.atomic import write_text
-from cache.bad_records import list_rejected
-from cache.build import CacheBuilder, Summary
+from cache.build import CacheBuilder
 from cache.config import StorageDtype
 from cache.errors import CacheError, ConfigError
 from cache.files import fingerprint_folders
@@ -17,49 +14,17 @@ from cache.find import BACKEND_FIELDS, find_cache
 from cache.fingerprint import Fingerprint, expected_fingerprint
 from cache.formats import FORMATS
 from cache.manifest import folder_name, load_manifest
-from cache.parts import WHOLE, Part
+from cache.parts import Part
 from cache.processes import Child, run_children
 from cache.progress import Progress
 from cache.prune import remove_fingerprint, remove_leftovers, survey_holdings, total_bytes
 from cache.repack import repack as repack_cache
 from cache.repair import set_damaged_aside
 from cache.verify import verify_cache
+from pipeline.cache_figures import report_together, summary_file
 from pipeline.config import PipelineConfig
 from pipeline.gpus import environment_of, visible_gpus
 from pipeline.options import PROGRAM
-
-
-def summary_file(settings: PipelineConfig, split: str, part: Part) -> Path:
-    """Where the figures of a caching run are kept."""
-    return settings.output_dir / f"cache-{split}{f'.{part.name}' if part.of_several else ''}.json"
-
-
-def report(settings: PipelineConfig, summary: Summary, part: Part) -> str:
-    """Keep the figures of a caching run and the list of what was left out; returns them for a person."""
-    name = f"{summary.split}.{part.name}" if part.of_several else summary.split
-    rejected = list_rejected(settings.output_dir, name, summary.rejected)
-    _write_summary(settings, summary, part)
-    listed = f", listed in {rejected}" if rejected else ""
-    figures = summary.figures()
-    tokens = f"  image tokens     {summary.image_tokens}"
-    return "\n".join([*_describe(figures), tokens, f"  left out         {len(summary.rejected)} records{listed}"])
-
-
-def _describe(figures: dict[str, Any]) -> list[str]:
-    return [
-        f"split {figures['split']}: {figures['num_records']} records, {figures['distinct_images']} distinct images",
-        f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s",
-        f"  written now      {figures['written_bytes'] / 1e6:.2f} MB",
-        f"  cache            {figures['cache']}",
-    ]
-
-
-def _write_summary(settings: PipelineConfig, summary: Summary, part: Part) -> None:
-    """A run that had nothing to encode measured nothing."""
-    target = summary_file(settings, summary.split, part)
-    if summary.encoded_images or not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, json.dumps(summary.figures(), indent=1))
 
 
 def gpu_environments(settings: PipelineConfig, count: int, *, alone: bool) -> list[dict[str, str]]:
@@ -118,16 +83,7 @@ def cache_in_processes(
         ],
         should_stop,
     )
-    figures = [json.loads(summary_file(settings, split, part).read_text(encoding="utf-8")) for part in parts]
-    whole: dict[str, Any] = dict(figures[0])
-    for name in ("encoded_images", "written_bytes"):
-        whole[name] = sum(one[name] for one in figures)
-    whole["seconds"] = max(one["seconds"] for one in figures)
-    whole["images_per_second"] = round(whole["encoded_images"] / whole["seconds"], 3) if whole["seconds"] else 0.0
-    target = summary_file(settings, split, WHOLE)
-    if whole["encoded_images"] or not target.exists():
-        write_text(target, json.dumps(whole, indent=1))
-    return "\n".join(_describe(whole))
+    return report_together(settings, split, parts)
 
 
 def verify(settings: PipelineConfig, split: str | None, progress: Progress) -> str:

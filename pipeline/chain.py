@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from cache.errors import ConfigError
@@ -32,21 +32,6 @@ class Done:
     stages: frozenset[str]
     evaluations: frozenset[str]
     comparison: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """What the queue holds of a job of the chain.
-
-    Attributes:
-        ids: SLURM's numbers; several where an array was submitted in several goes.
-        tasks: of an array.
-        waiting: none of it has begun.
-    """
-
-    ids: tuple[str, ...]
-    tasks: frozenset[int] = frozenset()
-    waiting: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +95,20 @@ def eval_name(experiment: Experiment) -> str:
     return f"eval-{experiment.name}" if experiment.name else "eval"
 
 
-def plan_jobs(settings: PipelineConfig, config: Path, done: Done) -> list[PlannedJob]:
+def plan_jobs(
+    settings: PipelineConfig, config: Path, done: Done, before: Mapping[str, Sequence[str]] | None = None
+) -> list[PlannedJob]:
     """The jobs of all work that is not finished, in order, whether they are in the queue already or not.
 
     Args:
         config: the snapshot of the configuration that the jobs read.
+        before: split -> those whose caching must have ended before its own begins (chain_shared).
 
     Raises:
         ConfigError: `slurm` and the other settings contradict each other.
     """
     common = ("--config", str(config))
-    planned = _cache_jobs(settings, common, done)
+    planned = _cache_jobs(settings, common, done, before or {})
     if planned:
         planned.append(_check(settings, common, tuple(job.name for job in planned)))
     experiments, split = experiments_of(settings), eval_split_of(settings)
@@ -139,39 +127,14 @@ def plan_jobs(settings: PipelineConfig, config: Path, done: Done) -> list[Planne
     return planned
 
 
-def to_submit(planned: Sequence[PlannedJob], queued: Mapping[str, Queued]) -> tuple[list[PlannedJob], list[str]]:
-    """What of a plan is not in the queue, and the jobs there that have to be submitted anew.
-
-    A job that waits for one that failed will never start, even if that one is submitted again: the two are not tied.
-
-    Returns:
-        Jobs to submit, in order; names of waiting jobs to cancel before.
-    """
-    new: dict[str, PlannedJob] = {}
-    cancel = []
-    for job in planned:
-        there = queued.get(job.name)
-        tasks = job.chained.script.tasks
-        if there is not None and tasks is not None:
-            left = tuple(task for task in tasks if task not in there.tasks)
-            if left:
-                script = replace(job.chained.script, tasks=left)
-                new[job.name] = replace(job, chained=replace(job.chained, script=script))
-            continue
-        loose = any(name in new for name in (*job.chained.after_ok, *job.chained.after_any))
-        if there is None or (loose and there.waiting):
-            new[job.name] = job
-            if there is not None:
-                cancel.append(job.name)
-    return list(new.values()), cancel
-
-
 def _all_done(experiments: Sequence[Experiment], done: Done) -> bool:
     trained = all(stage.label in done.stages for experiment in experiments for stage in experiment.stages)
     return trained and all(experiment.name in done.evaluations for experiment in experiments)
 
 
-def _cache_jobs(settings: PipelineConfig, common: tuple[str, ...], done: Done) -> list[PlannedJob]:
+def _cache_jobs(
+    settings: PipelineConfig, common: tuple[str, ...], done: Done, before: Mapping[str, Sequence[str]]
+) -> list[PlannedJob]:
     asks = settings.slurm.cache
     if asks.gpus > 1:
         raise ConfigError(
@@ -183,7 +146,7 @@ def _cache_jobs(settings: PipelineConfig, common: tuple[str, ...], done: Done) -
         command: tuple[Word, ...] = ("pipeline", "cache", *common, "--split", split)
         command = (*command, "--num-parts", str(asks.num_parts), "--part", ARRAY_TASK)
         script = Script(
-            f"cache-{_in_ascii(split)}",
+            _cache_name(split),
             f"The features of the images of split {_in_ascii(split)}, in {asks.num_parts} parts.",
             command,
             asks,
@@ -191,8 +154,14 @@ def _cache_jobs(settings: PipelineConfig, common: tuple[str, ...], done: Done) -
             max_running=asks.max_running,
             stops_on_signal=True,
         )
-        planned.append(PlannedJob(ChainJob(script), split=split))
+        # Also when some of it has failed: what it lacks is nobody's then.
+        after = tuple(_cache_name(other) for other in before.get(split, ()))
+        planned.append(PlannedJob(ChainJob(script, after_any=after), split=split))
     return planned
+
+
+def _cache_name(split: str) -> str:
+    return f"cache-{_in_ascii(split)}"
 
 
 def _in_ascii(split: str) -> str:

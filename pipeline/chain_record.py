@@ -49,6 +49,7 @@ class Chain(_Document):
         workdir: where the jobs run, and relative paths begin.
         cache: the folder of the features, relative to workdir or absolute; None where they are read from an address.
         num_parts: among how many tasks the images of a split are divided.
+        rows: split -> digest of the rows that training reads of it, as they were when jobs were submitted last.
         jobs: in the order in which they were submitted.
     """
 
@@ -56,6 +57,7 @@ class Chain(_Document):
     workdir: str
     cache: str | None
     num_parts: int
+    rows: dict[str, str] = {}
     jobs: tuple[SubmittedJob, ...] = ()
 
 

@@ -10,18 +10,20 @@ from typing import Literal
 from cache.atomic import write_text
 from cache.errors import ConfigError
 from cache.progress import Progress
-from pipeline.chain import ALL, CHECK, COMPARE, PlannedJob, Queued, plan_jobs, to_submit
+from pipeline.chain import ALL, CHECK, COMPARE, PlannedJob, plan_jobs
+from pipeline.chain_queue import Infos, Queued, queued_of, to_submit
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob, differences, only_for_new_jobs, snapshot
+from pipeline.chain_shared import splits_before
 from pipeline.config import PipelineConfig
 from pipeline.printed_commands import runnable
 from pipeline.record_check import check_records
+from pipeline.training_check import check_training
 from slurm.chain import ChainJob, check_setup, describe, submit_chain, take_back
-from slurm.client import JobInfo, SlurmClient
+from slurm.client import SlurmClient
 from slurm.config import SlurmConfig
 from slurm.errors import NoAnswerError, SlurmError
 from slurm.sbatch import render
 
-Infos = dict[str, list[JobInfo]]
 Kind = Literal["cache", "train", "eval", "light"]
 
 
@@ -32,7 +34,8 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
         dry_run: only show scripts and order; nothing is written.
 
     Raises:
-        ConfigError: jobs are still queued or running, and more differs than what new jobs ask for; says what.
+        ConfigError: jobs are still queued or running, and more differs than what new jobs ask for; or rows differ that
+            something was trained on; says what.
         PipelineError: the model, the data or the cache cannot be used; of a split that is to be cached also a record.
         SlurmError: SLURM is missing or refused a job; those before it are cancelled, and the record is as it was.
     """
@@ -47,6 +50,7 @@ def submit(settings: PipelineConfig, progress: Progress, client: SlurmClient, *,
 def _submit(
     settings: PipelineConfig, folder: ChainFolder, progress: Progress, client: SlurmClient, *, dry_run: bool
 ) -> str:
+    from pipeline.chain_rows import require_same_rows, training_rows
     from pipeline.chain_state import find_done
 
     chain = folder.load()
@@ -54,22 +58,25 @@ def _submit(
     text = snapshot(settings)
     note = _changes(folder, text, queued) if queued else ""
     done, cache = find_done(settings, progress)
-    workdir = Path.cwd()
+    rows = training_rows(settings)
+    require_same_rows(settings, folder, chain, queued, rows)
     base = Chain(
-        workdir=str(workdir),
+        workdir=str(Path.cwd()),
         cache=str(cache) if cache else None,
         num_parts=settings.slurm.cache.num_parts,
+        rows={**(chain.rows if chain else {}), **rows},
         jobs=chain.jobs if chain else (),
     )
-    planned, loose = to_submit(plan_jobs(settings, folder.config, done), queued)
+    before = splits_before(settings.data, list(done.missing_parts))
+    planned, loose = to_submit(plan_jobs(settings, folder.config, done, before), queued)
+    check_training(settings, done.stages)
     check_records(settings, [job.split for job in planned if job.split is not None], progress)
-    scripts = {job.name: _script(settings, folder, job, workdir) for job in planned}
-    remaining = {name: there.ids for name, there in queued.items() if name not in loose}
+    scripts = {job.name: _script(settings, folder, job) for job in planned}
+    remaining = {name: there.names for name, there in queued.items() if name not in loose}
     order = describe([job.chained for job in planned], remaining) or "nothing to do: everything is finished"
     order = f"{order}{note}"
     if dry_run:
-        shown = [f"# {folder.script(name)}\n{script}" for name, script in scripts.items()]
-        return "\n".join([*shown, order])
+        return "\n".join([*(f"# {folder.script(name)}\n{script}" for name, script in scripts.items()), order])
     if not planned:
         return order
     kept = folder.kept()
@@ -101,21 +108,6 @@ def cancel(settings: PipelineConfig, client: SlurmClient) -> str:
 def look(chain: Chain | None, client: SlurmClient) -> Infos:
     """What SLURM knows of each job of a chain, by number."""
     return {job.id: client.jobs(job.id) for job in chain.jobs} if chain is not None else {}
-
-
-def queued_of(chain: Chain | None, infos: Infos) -> dict[str, Queued]:
-    """What is queued or running of a chain, by name."""
-    found: dict[str, Queued] = {}
-    for job in chain.jobs if chain is not None else ():
-        active = [info for info in infos[job.id] if info.active and info.reason != "DependencyNeverSatisfied"]
-        if active:
-            before = found.get(job.name, Queued(()))
-            found[job.name] = Queued(
-                (*before.ids, job.id),
-                before.tasks | {info.task for info in active if info.task is not None},
-                before.waiting and all(info.state == "PENDING" for info in active),
-            )
-    return found
 
 
 def kind_of(job: SubmittedJob) -> Kind:
@@ -227,7 +219,7 @@ def _changes(folder: ChainFolder, text: str, queued: Mapping[str, Queued]) -> st
     return "\n    ".join(("\nfor the jobs submitted from now on, not for those in the queue:", *changed.values()))
 
 
-def _script(settings: PipelineConfig, folder: ChainFolder, job: PlannedJob, workdir: Path) -> str:
+def _script(settings: PipelineConfig, folder: ChainFolder, job: PlannedJob) -> str:
     return render(
-        job.chained.script, settings.slurm, logs=folder.logs, workdir=workdir, path=Path(sys.executable).parent
+        job.chained.script, settings.slurm, logs=folder.logs, workdir=Path.cwd(), path=Path(sys.executable).parent
     )

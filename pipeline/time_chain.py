@@ -9,6 +9,7 @@ from typing import Any
 from cache.progress import Progress
 from pipeline.chain import ALL, CHECK, COMPARE, PlannedJob, eval_name, eval_split_of, plan_jobs, stage_name
 from pipeline.chain_record import ChainFolder
+from pipeline.chain_shared import splits_before
 from pipeline.chain_state import find_done
 from pipeline.config import PipelineConfig
 from pipeline.experiments import Experiment, Stage, experiments_of
@@ -54,7 +55,9 @@ class TimedChain:
         self.amounts = Amounts(settings, progress)
         self.found = find_records(settings, [stage.settings for stage in self._stages.values()])
         done, _ = find_done(settings, progress)
-        self._planned = {job.name: job for job in plan_jobs(settings, ChainFolder(settings.output_dir).config, done)}
+        before = splits_before(settings.data, list(done.missing_parts))
+        planned = plan_jobs(settings, ChainFolder(settings.output_dir).config, done, before)
+        self._planned = {job.name: job for job in planned}
 
     def plan(self) -> TimePlan:
         """With the settings as they are."""
@@ -135,7 +138,7 @@ class TimedChain:
         at_once = script.max_running
         name = planned.name
         if planned.split is not None:
-            lines = self._parts(planned.split, num_parts or self.settings.slurm.cache.num_parts)
+            lines = self._parts(planned, planned.split, num_parts or self.settings.slurm.cache.num_parts)
         elif name == ALL:
             at_once = how.processes or self.settings.slurm.train.gpus
             one = replace(how, processes=1)
@@ -157,9 +160,10 @@ class TimedChain:
             array=planned.split is not None,
         )
 
-    def _parts(self, split: str, num_parts: int) -> tuple[tuple[Piece, ...], ...]:
+    def _parts(self, planned: PlannedJob, split: str, num_parts: int) -> tuple[tuple[Piece, ...], ...]:
         measured = choose(self.found, "cache", setting_of("cache", self.settings))
-        works = self.amounts.cache(split, num_parts)
+        before = [other for name in planned.chained.after_any if (other := self._planned[name].split) is not None]
+        works = self.amounts.cache(split, num_parts, before)
         # A part without an image has to find that out.
         return tuple(
             (Piece(f"cache-{split}", measured, works.get(part, {"reading": 0.0})),) for part in range(num_parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,16 @@ class Amounts:
         self._tokens: dict[tuple[Any, ...], StepTokens] = {}
         self._records: dict[str, int] = {}
 
-    def cache(self, split: str, num_parts: int) -> dict[int, dict[str, float]]:
-        """Part -> phases of the task that caches it, for the parts with work left."""
+    def cache(self, split: str, num_parts: int, before: Sequence[str] = ()) -> dict[int, dict[str, float]]:
+        """Part -> phases of the task that caches it, for the parts with work left.
+
+        Args:
+            before: splits that are cached first; images of theirs are read once more, but not encoded.
+        """
         plan = self._plan(split)
-        counts = Counter(part_of(image.key, num_parts) for image, _ in plan.todo)
+        there = {image.key for other in before for image, _ in self._plan(other).todo}
+        counts = Counter(dict.fromkeys((part_of(image.key, num_parts) for image, _ in plan.todo), 0))
+        counts.update(part_of(image.key, num_parts) for image, _ in plan.todo if image.key not in there)
         paths = len({image.path for image in plan.images} | plan.refused.keys())
         return {part: {"reading": paths, "encoding": float(count)} for part, count in sorted(counts.items())}
 

@@ -40,12 +40,14 @@ def describe(jobs: Sequence[ChainJob], queued: Mapping[str, Sequence[str]]) -> s
     """The order, for people.
 
     Args:
-        queued: name -> numbers of jobs that are in the queue already.
+        queued: name -> jobs that are in the queue already, as in `12` or `12_[0,3]`.
     """
     new = {job.name for job in jobs}
     lines = [f"{name}: already queued as {', '.join(ids)}" for name, ids in queued.items() if name not in new]
     for number, job in enumerate(jobs, 1):
         tasks = "" if job.script.tasks is None else f", {len(job.script.tasks)} tasks"
+        if job.name in queued:
+            tasks += f" besides {', '.join(queued[job.name])}"
         after = [name for name in (*job.after_ok, *job.after_any) if name in new or name in queued]
         lines.append(f"{number}. {job.name}{tasks}{', after ' if after else ''}{', '.join(after)}")
     return "\n".join(lines)
@@ -63,7 +65,7 @@ def submit_chain(
     """Submit jobs in their order, each tied to those before it.
 
     Args:
-        queued: name -> numbers of jobs that are in the queue already; a job may wait for these.
+        queued: name -> jobs that are in the queue already, as in `12` or `12_[0,3]`; a job may wait for these.
         script_file: where the script of a name lies.
         submitted: called with a job and its number at once, so that nothing is forgotten when a later one is refused.
         setting: of a job and a name such as `mem` the key that gave it.

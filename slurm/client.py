@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from slurm.arrays import one_by_one, parse_name, parse_tasks
 from slurm.environment import without_job
 from slurm.errors import NoAnswerError, SlurmError
 
@@ -19,6 +20,8 @@ _TIMEOUT_SECONDS = 90
 # Words of a command that did not get through to the controller; munge vouches for who asks.
 _OUT_OF_REACH = ("contact slurm controller", "could not establish a configuration source", "munge encode failed")
 _SETTING = "slurm.{}".format
+# Times as they are parsed; and a list of tasks would end behind 64 characters by `...`.
+_PLAIN_OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class SlurmClient:
         """Submit a script and return the job's number.
 
         Args:
-            after_ok: it starts when these jobs have ended well, and never when one has not.
+            after_ok: it starts when these jobs have ended well, and never when one has not; of an array all tasks, or
+                those that are named: `12_3`, `12_[0,3]`.
             after_any: it starts when these jobs have ended.
             setting: `mem` -> the key that gave it, e.g. `slurm.mem`; for what to do about a refusal.
 
@@ -81,14 +85,11 @@ class SlurmClient:
             NoAnswerError: the job may be in the queue all the same.
             SlurmError: also when SLURM does not know one of these jobs; sbatch would take it and start the job.
         """
-        for job in dict.fromkeys((*after_ok, *after_any)):
-            if not self.jobs(job):
-                raise SlurmError(
-                    f"{script.name} is to start after job {job}, which SLURM does not know (any more)",
-                    do="see `pipeline status`, then run `pipeline submit` again",
-                )
+        self._require_known(script, (*after_ok, *after_any))
         conditions = [
-            f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", after_ok), ("afterany", after_any)) if ids
+            f"{kind}:{':'.join(one for name in names for one in one_by_one(name))}"
+            for kind, names in (("afterok", after_ok), ("afterany", after_any))
+            if names
         ]
         options = [f"--dependency={','.join(conditions)}", "--kill-on-invalid-dep=yes"] if conditions else []
         done = self._run("sbatch", "--parsable", *options, str(script))
@@ -123,6 +124,19 @@ class SlurmClient:
         """Names of the partitions."""
         return sorted(set(self._run("sinfo", "--noheader", "--format=%R").stdout.split()))
 
+    def _require_known(self, script: Path, names: Sequence[str]) -> None:
+        known: dict[str, set[str]] = {}
+        for one in dict.fromkeys(one for name in names for one in one_by_one(name)):
+            number = parse_name(one)[0]
+            if number not in known:
+                infos = self.jobs(number)
+                known[number] = {info.name for info in infos} | ({number} if infos else set())
+            if one not in known[number]:
+                raise SlurmError(
+                    f"{script.name} is to start after job {one}, which SLURM does not know (any more)",
+                    do="see `pipeline status`, then run `pipeline submit` again",
+                )
+
     def _from_accounting(self, job: str) -> list[JobInfo]:
         """The database remembers for longer, where there is one."""
         try:
@@ -132,12 +146,15 @@ class SlurmClient:
         found = []
         for line in done.stdout.splitlines() if done.returncode == 0 else []:
             name, state, code, start, end = line.split("|")
-            for task in _tasks(name.partition("_")[2].strip("[]")):
+            for task in _each(parse_name(name)[1]):
                 found.append(JobInfo(job, task, state.split()[0], "", _time(start), _time(end), _exit_code(code), None))
         return found
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        environment = {**without_job(os.environ), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
+        environment = without_job(os.environ)
+        # A job inherits what sbatch has: it gets the submitter's own.
+        if command[0] != "sbatch":
+            environment |= _PLAIN_OUTPUT
         try:
             return subprocess.run(  # noqa: S603  (SLURM's own programs, no shell)
                 command, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
@@ -181,8 +198,9 @@ class SlurmClient:
         if "memory specification" in lower:
             return f"lower {setting('mem')}; `sinfo -Nel` shows the memory of the nodes, in MB"
         if "node configuration is not available" in lower or "generic resource" in lower:
-            keys = [setting(name) for name in ("gpus", "cpus_per_task", "mem", "constraint")]
-            return f"ask for less: {', '.join(keys)} or slurm.train.nodes; `sinfo -Nel` shows what the nodes have"
+            keys = [setting(name) for name in ("gpus", "gpu_type", "cpus_per_task", "mem", "constraint")]
+            nodes = "`sinfo -No '%N %c %m %f %G'` shows what the nodes have"
+            return f"ask for less: {', '.join(keys)} or slurm.train.nodes; {nodes}"
         if "time limit" in lower:
             return f"lower {setting('time')}; `sinfo` shows the limit of each partition"
         return "correct the setting of `slurm:` that it names, then run the same command again"
@@ -193,6 +211,7 @@ def _parse(job: str, text: str) -> list[JobInfo]:
         found = re.search(rf"(?:^|\s){name}=(\S+)", text)
         return found[1] if found else ""
 
+    tasks = field("ArrayTaskId")
     reason = field("Reason")
     code = field("ExitCode")
     state = field("JobState")
@@ -207,19 +226,13 @@ def _parse(job: str, text: str) -> list[JobInfo]:
             "" if state in WAITING or state in RUNNING else _exit_code(code),
             int(field("Restarts") or 0),
         )
-        for task in _tasks(field("ArrayTaskId"))
+        for task in _each(parse_tasks(tasks) if tasks else None)
     ]
 
 
-def _tasks(text: str) -> list[int | None]:
-    """The tasks of `3-5,8%2`; a single job has none."""
-    if not text:
-        return [None]
-    found: list[int | None] = []
-    for part in text.partition("%")[0].split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+def _each(tasks: frozenset[int] | None) -> list[int | None]:
+    """A single job has none."""
+    return [None] if tasks is None else [*sorted(tasks)]
 
 
 def _time(text: str) -> datetime | None:

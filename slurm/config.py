@@ -36,10 +36,20 @@ def _memory(value: str) -> str:
     return value
 
 
+def _gpu_type(value: str) -> str:
+    # In --gres a colon or comma would begin something else.
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", value):
+        raise ValueError(
+            "must be a type of GPU such as a100, of letters, digits and -_.+ only, without a number of GPUs"
+        )
+    return value
+
+
 OptionValue = Annotated[str, AfterValidator(_option_value)]
 ScriptLine = Annotated[str, AfterValidator(_script_line)]
 TimeLimit = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, AfterValidator(_memory)]
+GpuType = Annotated[str, AfterValidator(_gpu_type)]
 
 
 class Section(BaseModel):
@@ -55,6 +65,8 @@ class JobConfig(Section):
     """Time limit: `6h`, `90m`, or SLURM's `"08:00:00"` and `"1-12:00:00"` in quotes."""
     gpus: int = Field(default=1, ge=0)
     """GPUs on each node."""
+    gpu_type: GpuType | None = None
+    """Type of the GPUs, e.g. `a100`."""
     cpus_per_task: int | None = Field(default=None, gt=0)
     """CPUs on each node."""
     mem: Memory | None = None
@@ -112,6 +124,8 @@ class SlurmConfig(Section):
     """Quality of service."""
     constraint: OptionValue | None = None
     """Features that a node must have, e.g. `a100`."""
+    gpu_type: GpuType | None = None
+    """Type of the GPUs, e.g. `a100` (`sinfo -o %G` lists those of the cluster); any when left out."""
     cpus_per_task: int | None = Field(default=None, gt=0)
     """CPUs on each node; the cluster's default when left out."""
     mem: Memory | None = None

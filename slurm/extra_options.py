@@ -46,16 +46,17 @@ _BREAKS = {
 }
 _JOBS = ("cache", "train", "eval", "light")
 _TIME, _GPUS = (" or ".join(f"slurm.{job}.{name}" for job in _JOBS) for name in ("time", "gpus"))
+_GRES = f"{_GPUS}, and for their type slurm.gpu_type,"
 _SETTINGS = {
     "account": "slurm.account",
     "constraint": "slurm.constraint",
     "cpus-per-gpu": "slurm.cpus_per_task",
     "cpus-per-task": "slurm.cpus_per_task",
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-socket": _GPUS,
-    "gpus-per-task": _GPUS,
-    "gres": _GPUS,
+    "gpus": _GRES,
+    "gpus-per-node": _GRES,
+    "gpus-per-socket": _GRES,
+    "gpus-per-task": _GRES,
+    "gres": _GRES,
     "mem": "slurm.mem",
     "mem-per-cpu": "slurm.mem",
     "mem-per-gpu": "slurm.mem",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm.arrays import render_tasks
 from slurm.config import JobConfig, SlurmConfig
 from slurm.errors import SlurmError
 from slurm.times import slurm_time
@@ -89,18 +90,6 @@ def shell_line(words: Sequence[Word]) -> str:
     return " ".join(word.text if isinstance(word, Verbatim) else shlex.quote(word) for word in words)
 
 
-def array_range(tasks: Sequence[int], max_running: int | None) -> str:
-    """`0-3,7%2`: as --array takes it."""
-    runs: list[list[int]] = []
-    for task in sorted(tasks):
-        if runs and task == runs[-1][-1] + 1:
-            runs[-1].append(task)
-        else:
-            runs.append([task])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{text}%{max_running}" if max_running else text
-
-
 def sbatch_value(value: str) -> str:
     """A value as sbatch reads it from an #SBATCH line: it unquotes as a shell does, and drops backslashes.
 
@@ -129,17 +118,22 @@ def _options(script: Script, settings: SlurmConfig, logs: Path) -> list[str]:
         "constraint": asks.constraint or settings.constraint,
         "nodes": script.nodes,
         "ntasks-per-node": 1,
-        "gres": f"gpu:{asks.gpus}" if asks.gpus else None,
+        "gres": _gpus(asks, settings),
         "cpus-per-task": cpus,
         "mem": asks.mem or settings.mem,
         "time": slurm_time(asks.seconds),
-        "array": array_range(script.tasks, script.max_running) if script.tasks is not None else None,
+        "array": render_tasks(script.tasks, script.max_running) if script.tasks is not None else None,
     }
     lines = [f"--{name}={sbatch_value(str(value))}" for name, value in options.items() if value is not None]
     if script.stops_on_signal:
         # B: to the script's process alone; without it to all processes of the steps that srun starts.
         lines.append(f"--signal={'' if script.distributed else 'B:'}USR1@{settings.signal_seconds}")
     return [*lines, "--requeue", *settings.sbatch]
+
+
+def _gpus(asks: JobConfig, settings: SlurmConfig) -> str | None:
+    kind = asks.gpu_type or settings.gpu_type
+    return ":".join(["gpu", *([kind] if kind else []), str(asks.gpus)]) if asks.gpus else None
 
 
 def _setup(script: Script, settings: SlurmConfig, workdir: Path, path: Path) -> list[str]:

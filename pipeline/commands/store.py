@@ -43,7 +43,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     overrides: SetOption = None,
 ) -> None:
-    """What caching would cost and bring, from image headers alone: no image is decoded, no weight is read.
+    """What caching would cost and bring, from image headers alone, less what is cached already. Decodes no image.
 
     With --time-limit or --calibrate: how long every job will take (docs/time-limits.md).
     """
@@ -108,6 +108,7 @@ def cache(
     from cache.build import CacheBuilder
     from cache.parts import Part
     from pipeline import cache_verbs
+    from pipeline.cache_figures import report
     from pipeline.progress import Bar
     from pipeline.time_measured import new_record
     from pipeline.time_records import JobClock
@@ -117,6 +118,9 @@ def cache(
     if gpus:
         environments = cache_verbs.gpu_environments(settings, gpus, alone=not (mine.of_several or repair or dry_run))
         again = ["--config", str(config), "--split", split, *(f"--set={override}" for override in overrides or [])]
+        with Bar() as progress:  # one process looks at the images, the others take its list
+            builder = CacheBuilder(settings.model, settings.data, settings.cache, settings.cache_dir)
+            builder.list_images(split, progress, stop_request.install(), Part(0, gpus))
         print(cache_verbs.cache_in_processes(settings, again, split, environments, stop_request.install()))
         return
     builder = CacheBuilder(settings.model, settings.data, settings.cache, settings.cache_dir)
@@ -128,8 +132,8 @@ def cache(
             print(cache_verbs.repair(builder, settings, progress))
         name = f"cache-{split}{f'.{mine.name}' if mine.of_several else ''}"
         with JobClock(progress, settings.output_dir, name, new_record("cache", settings), needs="encoding") as clock:
-            summary = builder.run(split, clock, stop_request.install(), mine)
-    print(cache_verbs.report(settings, summary, mine))
+            summary = builder.run(split, clock, stop_request.install(), mine, list_rejected_in=settings.output_dir)
+    print(report(settings, summary, mine))
 
 
 def verify(

@@ -31,13 +31,18 @@ def test_plan_before_and_after_a_measurement(
     assert before.code == 0, before.err
     assert "train: 4 records, 3 distinct images in 4 uses" in before.out
     assert "no rate is known yet" in before.out
+    given = ["--images-per-second", 2, "--samples-per-second", 8, "--json"]
+    assert json.loads(run("plan", "--config", file, *given).out)["splits"]["train"]["hours_to_cache"] == pytest.approx(
+        3 / 2 / 3600
+    )
     assert not (tmp_path / "run").exists(), "a plan writes nothing"
     assert run("cache", "--config", file, "--split", "train").code == 0
     figures = json.loads(run("plan", "--config", file, "--split", "train", "--json").out)
     assert figures["images_per_second"] > 0
     assert figures["splits"]["train"]["epochs_until_it_pays_at_best"] == pytest.approx(3 / 4)
-    given = run("plan", "--config", file, "--images-per-second", 2, "--samples-per-second", 8, "--json")
-    assert json.loads(given.out)["splits"]["train"]["hours_to_cache"] == pytest.approx(3 / 2 / 3600)
+    done = run("plan", "--config", file, *given)
+    assert json.loads(done.out)["splits"]["train"]["hours_to_cache"] == 0
+    assert json.loads(done.out)["needed_bytes"] == 0
     run("plan", "--config", file, "--split", "nope").check_refusal(2, "unknown split 'nope'")
 
 

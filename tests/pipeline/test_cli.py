@@ -131,7 +131,7 @@ def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., 
     assert load_config(finished_run / "config.yaml") == load_config(config)
     steps = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
     names = {"loss", "learning_rate", "grad_norm", "samples_per_second", "image_tokens_per_second"}
-    assert names | {"data_wait_share", "peak_memory_gib", "seconds_left"} <= set(steps[0])
+    assert names | {"data_wait_share", "peak_memory_gib", "seconds_left"} <= set(steps[1])
     assert any("eval_loss" in step for step in steps)
     finished = run("train", "--config", config, "--from-cache")
     assert (finished.code, "already finished: " in finished.out) == (0, True)
@@ -185,7 +185,8 @@ def test_predict_with_and_without_an_image(
 
     with_adapter = run("predict", "--config", config, "--image", image, "--prompt", "How many chairs?")
     base = run("predict", "--config", config, "--image", image, "--prompt", "Here <image> what?", "--base")
-    text = run("predict", "--model", tiny, "--prompt", "Hello", "--set", "eval.max_new_tokens=3", "--system", "Brief.")
+    short = ["--set", "eval.max_new_tokens=3", "--system", "Brief."]
+    text = run("predict", "--model", tiny, "--base", "--prompt", "Hello", *short)
 
     assert (with_adapter.code, base.code, text.code) == (0, 0, 0), with_adapter.err + base.err + text.err
     assert "Traceback" not in with_adapter.err
@@ -194,9 +195,11 @@ def test_predict_with_and_without_an_image(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--image", "none.png", "--prompt", "What?"], 3, "none.png: there is no such image file"),
-        (["--prompt", "<image> What?"], 2, "the prompt says <image> 1 times, and 0 images were given"),
+        (["--base", "--image", "none.png", "--prompt", "What?"], 3, "none.png: there is no such image file"),
+        (["--base", "--prompt", "<image> What?"], 2, "the prompt says <image> 1 times, and 0 images were given"),
         (["--prompt", "What?", "--adapter", "nowhere"], 2, "nowhere: there is no adapter here"),
+        (["--prompt", "What?"], 2, "--model alone names no adapter"),
+        (["--prompt", "What?", "--adapter", "nowhere", "--base"], 2, "--base and --adapter exclude each other"),
     ],
 )
 def test_predict_refuses(run: Callable[..., Any], tiny: Path, arguments: list[str], code: int, message: str) -> None:
@@ -204,6 +207,15 @@ def test_predict_refuses(run: Callable[..., Any], tiny: Path, arguments: list[st
 
     assert (result.code, message in result.err) == (code, True), result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("verb", [["predict", "--prompt", "What?"], ["eval"]])
+def test_without_an_adapter_the_bare_model_is_not_asked_silently(
+    run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path, verb: list[str]
+) -> None:
+    result = run(*verb, "--config", sample_config(output_dir=str(tmp_path / "untrained")))
+
+    result.check_refusal(2, "untrained/adapter: there is no adapter here", "--base leaves it out")
 
 
 def test_merge_gives_a_checkpoint_for_the_stock_class(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.chain_record import snapshot
 from pipeline.config import PipelineConfig, config_for_model, dump_config
+from pipeline.experiments import experiments_of
 
 from .conftest import MINIMAL
 
@@ -45,6 +47,20 @@ def test_what_is_dumped_loads_as_an_equal_configuration(load: Callable[..., Pipe
     config = load(MINIMAL, *overrides)
 
     assert load(dump_config(config)) == config
+
+
+@pytest.mark.parametrize("folder", ["$SLURM_TMPDIR/features", "${TMPDIR}", "~/features"])
+def test_variables_of_the_node_are_left_to_the_job(
+    load: Callable[..., PipelineConfig], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what `pipeline submit` writes for the jobs, and in the configuration of each experiment."""
+    for name in ("SLURM_TMPDIR", "TMPDIR", "HOME"):
+        monkeypatch.setenv(name, "/of/the/login/node")
+    config = load(MINIMAL, f"cache.stage_to={folder}", "experiments.a.train.seed=1")
+    assert str(config.cache.stage_to) == folder
+    assert yaml.safe_load(snapshot(config))["cache"]["stage_to"] == folder
+    assert load(snapshot(config)) == load(dump_config(config)) == config
+    assert [str(one.stages[0].settings.cache.stage_to) for one in experiments_of(config)] == [folder]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 import pipeline
+from pipeline.chain import Done, plan_jobs
 from pipeline.config import PipelineConfig, load_config
 from pipeline.experiments import Experiment, experiments_of
+from slurm.sbatch import render
 
 RECIPES = sorted((Path(pipeline.__file__).parent / "recipes").glob("*.yaml"))
 SMALL = {
@@ -78,6 +81,22 @@ def test_a_recipe_caches_trains_evaluates_and_compares(
         run_file = json.loads((experiment.stages[-1].settings.output_dir / "run.json").read_text())
         assert run_file["finished"]["max_steps"] == 2
         assert ("train.adapter" in run_file["settings"]) == (len(experiment.stages) > 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_jobs_of_a_recipe_leave_nothing_to_the_defaults_of_a_cluster(recipe: Path) -> None:
+    settings = load_config(recipe)
+    everything = Done(dict.fromkeys(settings.data.splits, (0,)), frozenset(), frozenset(), comparison=False)
+    places = {"logs": Path("/logs"), "workdir": Path("/work"), "path": Path("/bin")}
+
+    for job in plan_jobs(settings, Path("/config.yaml"), everything):
+        text = render(job.chained.script, settings.slurm, **places)
+        asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", text, re.M))
+        assert {"cpus-per-task", "mem", "time"} <= asked.keys(), job.name
+        # Jobs for one GPU take no more of a node than their share, and those without a GPU little.
+        gpus = int(asked.get("gres", "gpu:0").rpartition(":")[2])
+        assert int(asked["cpus-per-task"]) <= max(2, 8 * gpus)
+        assert int(asked["mem"].removesuffix("G")) <= max(16, 64 * gpus)
 
 
 def _five() -> tuple[PipelineConfig, dict[str, Experiment]]:

@@ -174,6 +174,23 @@ def test_an_interrupted_calibration_leaves_nothing_and_says_so(cached: Path, tmp
     assert not (tmp_path / "run" / CALIBRATION).exists()
 
 
+@pytest.mark.parametrize("report_to", ["[tensorboard]", "[wandb]", "[tensorboard, wandb]"])
+def test_a_calibration_reports_its_trial_runs_nowhere(cached: Path, tmp_path: Path, report_to: str) -> None:
+    settings = load_config(cached, [f"train.report_to={report_to}"])
+    seen: list[Any] = []
+
+    def stop() -> bool:
+        files = (tmp_path / "run" / FOLDER).rglob("*.yaml")
+        seen.extend(load_config(file).train.report_to for file in files)
+        return True
+
+    with pytest.raises(StoppedError):
+        calibrate(settings, 4, Silent(), stop)
+
+    assert seen
+    assert set(seen) == {("none",)}
+
+
 def _train_file(config: Path) -> str:
     settings: PipelineConfig = load_config(config)
     return settings.data.splits["train"].path

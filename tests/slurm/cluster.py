@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
-NODES, CPUS, MEMORY_MB, GPUS = 2, 8, 16000, 4
+from tests.ports import free_ports
+
+NODES, CPUS, MEMORY_MB, GPUS, GPU_TYPE = 2, 8, 16000, 4, "a100"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HOSTS = Path("/etc/hosts")
+# What nothing depends on when all goes well: how long a machine that does much else may take.
+_PATIENCE = 400.0
 
 
 def missing_programs() -> list[str]:
@@ -56,7 +60,7 @@ class Cluster:
         key = self.folder / "munge" / "key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        ports = _free_ports(1 + NODES)
+        ports = free_ports(1 + NODES)
         self._write_configuration(ports)
         self._name_nodes()
         munge = self.folder / "munge"
@@ -72,7 +76,7 @@ class Cluster:
         self._run("slurmctld")
         for node in self.nodes:
             self.start_node(node)
-        self.until(lambda: self._states() == {"idle"}, "the nodes are up", 30)
+        self.until(lambda: self._states() == {"idle"}, "the nodes are up")
 
     def start_node(self, node: str) -> None:
         """Start a node's daemon (again); the node then counts as up, whatever it was set to before."""
@@ -90,7 +94,7 @@ class Cluster:
             ids = self.client("squeue", "-h", "-o", "%A").split()
             if ids:
                 self.client("scancel", *ids)
-                self.until(lambda: not self.client("squeue", "-h", "-o", "%A").split(), "all jobs have ended", 10)
+                self.until(lambda: not self.client("squeue", "-h", "-o", "%A").split(), "all jobs have ended", 60)
         for name in ("slurmctld", *(f"slurmd-{node}" for node in self.nodes)):
             self._end(self._pid(name))
         for node in (*self.nodes, None):
@@ -107,7 +111,7 @@ class Cluster:
 
     def client(self, *command: str) -> str:
         """Run a client command and return its output."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=200)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout
@@ -123,7 +127,7 @@ class Cluster:
         assert found, field
         return found[1]
 
-    def wait(self, jobs: Sequence[str], seconds: float = 200) -> dict[str, str]:
+    def wait(self, jobs: Sequence[str], seconds: float = _PATIENCE) -> dict[str, str]:
         """Until all jobs have ended; the state of each."""
         states: dict[str, str] = {}
 
@@ -135,7 +139,7 @@ class Cluster:
         return states
 
     def until(
-        self, ready: Callable[[], bool], what: str, seconds: float = 120, now: Callable[[], str] = lambda: ""
+        self, ready: Callable[[], bool], what: str, seconds: float = _PATIENCE, now: Callable[[], str] = lambda: ""
     ) -> None:
         """Poll until `ready`."""
         deadline = time.monotonic() + seconds
@@ -168,7 +172,7 @@ class Cluster:
         if pid is None or not _alive(pid):
             return
         os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while _alive(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         self._kill(pid)
@@ -208,7 +212,7 @@ class Cluster:
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
         nodes = [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory={MEMORY_MB} "
-            f"Gres=gpu:{GPUS} State=UNKNOWN"
+            f"Gres=gpu:{GPU_TYPE}:{GPUS} State=UNKNOWN"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         ]
         self.conf.write_text(
@@ -220,8 +224,8 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
-# cred_expire is also how long a requeued job is held back; less than 5 is ignored.
-AuthInfo=socket={folder}/munge/sock,cred_expire=5
+# cred_expire: within it a job has to start; it is also how long a requeued one is held back.
+AuthInfo=socket={folder}/munge/sock,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/run/slurmctld.pid
@@ -235,9 +239,11 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=60
+SlurmdTimeout=300
+MessageTimeout=60
+BatchStartTimeout=100
 KillWait=2
-UnkillableStepTimeout=30
+UnkillableStepTimeout=300
 MinJobAge=3600
 JobRequeue=1
 PreemptType=preempt/partition_prio
@@ -255,7 +261,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=9 PreemptMode=OFF
 """
         )
-        gres = [f"NodeName={','.join(self.nodes)} Name=gpu File={device}" for device in devices]
+        gres = [f"NodeName={','.join(self.nodes)} Name=gpu Type={GPU_TYPE} File={device}" for device in devices]
         (folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *gres, ""]))
 
 
@@ -266,14 +272,6 @@ def _device(file: Path, number: int) -> Path:
     except PermissionError:
         return Path(("/dev/null", "/dev/zero", "/dev/full", "/dev/random")[number])
     return file
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ from .conftest import jobs_of
 HOSTILE = 'it\'s a "run" $(touch pwned) `touch pwned` & #1; 100%j ö'
 
 
+@pytest.mark.timeout(900)
 def test_a_chain_stops_at_a_failing_part_and_a_resubmit_finishes_it(
     cluster: Cluster,
     verb: Callable[..., Any],
@@ -26,6 +27,8 @@ def test_a_chain_stops_at_a_failing_part_and_a_resubmit_finishes_it(
     folder = tmp_path / HOSTILE
     folder.mkdir()
     monkeypatch.chdir(folder)
+    # As batch systems and containers often have it; jobs inherit it. Python reads and writes UTF-8 all the same.
+    monkeypatch.setenv("LC_ALL", "POSIX")
     # Part 1 of train fails as long as there is no file `mended`.
     trap = f'[ "$SLURM_JOB_NAME" != cache-train ] || [ "$SLURM_ARRAY_TASK_ID" != 1 ] || cat {tmp_path}/mended'
     config = job_config(folder, output_dir="run", slurm={"setup": [trap]})

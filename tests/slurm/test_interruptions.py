@@ -14,6 +14,7 @@ import pytest
 from .cluster import Cluster
 from .conftest import jobs_of, steps_of
 
+pytestmark = pytest.mark.timeout(900)
 STEPS = 400
 _STOPS = """\
 import os, signal, sys
@@ -55,8 +56,7 @@ def test_after_three_interruptions_the_adapter_is_bit_identical(
         cluster.until(
             lambda: max(steps_of(run), default=0) >= wanted,
             f"training is past step {wanted}",
-            120,
-            lambda: _log(run, job),
+            now=lambda: _log(run, job),
         )
 
     # The signal that comes ahead of the time limit.
@@ -115,10 +115,10 @@ def test_caching_commits_its_shard_and_goes_on(
         return sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
 
     cluster.until(lambda: committed() > 20, "some shards are committed")
-    assert re.search(r"\d+ of 400 images of the split are committed", verb("status", "--config", config).out)
     cluster.client("scancel", "--signal=USR1", "--batch", f"{job}_0")
     cluster.until(lambda: cluster.show(f"{job}_0", "Restarts") == "1", "it goes back into the queue")
     kept = committed()
+    assert re.search(r"\d+ of 400 images of the split are committed", verb("status", "--config", config).out)
     assert 20 < kept < 400
     assert cluster.wait([job]) == {job: "COMPLETED"}
     assert committed() == 400
@@ -146,7 +146,6 @@ def test_a_job_goes_back_into_the_queue_so_often_at_most(cluster: Cluster, tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_the_time_limit_itself_sends_the_signal(
     cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
 ) -> None:
@@ -155,12 +154,12 @@ def test_the_time_limit_itself_sends_the_signal(
     config = job_config(cache={"dir": str(features)}, train=train, slurm=slurm)
     job, run = _submit_training(verb, config), tmp_path / "run"
 
-    cluster.until(lambda: len(steps_of(run)) > 50, "training runs", 60, lambda: _log(run, job))
+    cluster.until(lambda: len(steps_of(run)) > 50, "training runs", now=lambda: _log(run, job))
     assert "it will go back into the queue then and go on" in verb("status", "--config", config).out
-    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "the limit is near", 200, lambda: _log(run, job))
+    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "the limit is near", now=lambda: _log(run, job))
     kept = max(steps_of(run))
     assert (run / f"checkpoint-{kept}").is_dir()
-    cluster.until(lambda: max(steps_of(run)) > kept + 20, "it goes on", 120, lambda: _log(run, job))
+    cluster.until(lambda: max(steps_of(run)) > kept + 20, "it goes on", now=lambda: _log(run, job))
     assert verb("cancel", "--config", config).out.startswith("cancelled train ")
     assert cluster.wait([job]) == {job: "CANCELLED"}  # for good, though it is told to stop as well
     assert cluster.show(job, "Restarts") == "1"

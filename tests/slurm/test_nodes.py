@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors import safe_open
 
 import slurm
@@ -18,12 +19,15 @@ from cache.reader import FeatureCache
 from .cluster import Cluster
 from .conftest import BIN, jobs_of, steps_of
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_an_array_of_eight_parts_on_two_nodes(
     cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     # Four tasks fill a node.
-    config = job_config(slurm={"cache": {"num_parts": 8, "cpus_per_task": 2, "gpus": 1}, "sbatch": ["--hold"]})
+    cache = {"num_parts": 8, "cpus_per_task": 2, "gpus": 1, "gpu_type": "a100"}
+    config = job_config(slurm={"cache": cache, "sbatch": ["--hold"]})
     assert verb("submit", "--config", config).code == 0
     jobs = jobs_of(config)
     held = verb("status", "--config", config).out
@@ -58,11 +62,11 @@ def test_training_over_two_nodes_is_stopped_and_goes_on(
     assert verb("submit", "--config", config).code == 0
     job = jobs_of(config)["train"]
     run = tmp_path / "run"
-    cluster.until(lambda: len(steps_of(run)) > 10, "training runs", 120, lambda: _log(run, job))
+    cluster.until(lambda: len(steps_of(run)) > 10, "training runs", now=lambda: _log(run, job))
     assert cluster.show(job, "NumNodes") == "2"
 
     cluster.client("scancel", "--signal=USR1", job)  # as SLURM does ahead of the limit: to all processes of the step
-    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "it goes back", 120, lambda: _log(run, job))
+    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "it goes back", now=lambda: _log(run, job))
     kept = max(steps_of(run))
     assert (run / f"checkpoint-{kept}").is_dir()
     assert cluster.wait([job]) == {job: "COMPLETED"}, _log(run, job)

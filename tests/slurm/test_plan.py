@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cache.errors import ConfigError
-from pipeline.chain import Done, PlannedJob, Queued, plan_jobs, splits_of, to_submit
+from pipeline.chain import Done, PlannedJob, plan_jobs, splits_of
+from pipeline.chain_queue import Queued, to_submit
 from pipeline.config import PipelineConfig
 from slurm.sbatch import render
 
@@ -71,8 +72,8 @@ def test_only_parts_that_are_not_queued_are_submitted_and_those_behind_them_anew
     planned = _plan(_config(), NOTHING)
     # Part 2 of train has failed while the others run: everything behind it waits in vain.
     queued = {
-        "cache-train": Queued(("1",), frozenset({0, 1, 3}), waiting=False),
-        "cache-val": Queued(("2",), frozenset({0, 1, 2, 3}), waiting=False),
+        "cache-train": Queued(("1_[0-1,3]",), waiting=False),
+        "cache-val": Queued(("2_[0-3]",), waiting=False),
         "check": Queued(("3",)),
         "train": Queued(("4",)),
     }
@@ -84,10 +85,9 @@ def test_only_parts_that_are_not_queued_are_submitted_and_those_behind_them_anew
 
 def test_what_is_queued_or_running_is_not_submitted_twice() -> None:
     planned = _plan(_config(), NOTHING)
-    everything = frozenset(range(4))
     queued = {
-        "cache-train": Queued(("1",), everything, waiting=False),
-        "cache-val": Queued(("2",), everything),
+        "cache-train": Queued(("1_[0-3]",), waiting=False),
+        "cache-val": Queued(("2_[0-1]", "6_[2-3]")),
         "check": Queued(("3",)),
         "train": Queued(("4",)),
         "eval": Queued(("5",)),
@@ -98,6 +98,32 @@ def test_what_is_queued_or_running_is_not_submitted_twice() -> None:
     new, cancel = to_submit(planned, running)
     assert _names(new) == ["cache-train", "cache-val", "check", "eval"]
     assert cancel == []
+
+
+def test_splits_that_share_images_are_cached_one_after_another() -> None:
+    splits = {"train": "t.jsonl", "more": "m.jsonl", "val": "v.jsonl"}
+    config = _config(data={"splits": splits}, experiments={"a": {}, "b": {"train": {"split": "more"}}})
+    done = Done(dict.fromkeys(splits, (0, 1)), frozenset(), frozenset(), comparison=False)
+    planned = plan_jobs(config, Path("/run/slurm/config.yaml"), done, {"more": ("train",), "val": ("more",)})
+
+    new, _ = to_submit(planned, {})
+    after = {job.name: job.chained.after_any for job in new}
+    assert [after[f"cache-{split}"] for split in splits] == [(), ("cache-train",), ("cache-more",)]
+    assert new[3].chained.after_ok == ("cache-train", "cache-more", "cache-val")
+
+    # A part of the first that is done again waits for what has begun of the next meanwhile, and the last for both.
+    queued = {
+        "cache-train": Queued(("1_1",), waiting=False),
+        "cache-more": Queued(("2_[0-1]",), waiting=False),
+        "check": Queued(("4",)),
+    }
+    new, cancel = to_submit(planned, queued)
+    assert [(job.name, job.chained.after_any) for job in new[:2]] == [
+        ("cache-train", ("cache-more",)),
+        ("cache-val", ("cache-more",)),
+    ]
+    assert new[0].chained.script.tasks == (0,)
+    assert cancel == ["check"]
 
 
 def test_the_splits_that_are_cached() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import string
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from pipeline.chain import Done, plan_jobs
 from pipeline.config import PipelineConfig
 from slurm.config import JobConfig, SlurmConfig
 from slurm.errors import SlurmError
-from slurm.sbatch import ARRAY_TASK, Script, array_range, render, sbatch_value
+from slurm.sbatch import ARRAY_TASK, Script, render, sbatch_value
 
 GOLDEN = Path(__file__).parent / "golden"
 _PLACES = {"logs": Path("/home/me/runs/first/slurm/logs"), "workdir": Path("/work"), "path": Path("/home/me/venv/bin")}
@@ -26,6 +25,7 @@ _FULL = {
     "account": "lab",
     "qos": "long",
     "constraint": "a100|h100",
+    "gpu_type": "h100",
     "cpus_per_task": 8,
     "mem": "64G",
     "modules": ["cuda/12.4", "my module"],
@@ -33,7 +33,7 @@ _FULL = {
     "sbatch": ["--mail-type=FAIL", "--exclude=node07"],
     "signal_seconds": 600,
     "max_requeues": 5,
-    "cache": {"num_parts": 8, "max_running": 3, "time": "90m"},
+    "cache": {"num_parts": 8, "max_running": 3, "time": "90m", "gpu_type": "l40s"},
     "train": {"nodes": 2, "gpus": 4, "time": "1-12:00:00", "cpus_per_task": 32, "mem": "240G", "partition": "big"},
     "eval": {"time": "30m"},
 }
@@ -130,15 +130,3 @@ def test_names_of_jobs_are_ours() -> None:
     for name in ("a b", "a/b", "a\nb", "ä", "$a"):
         with pytest.raises(ValueError, match="is not for a script"):
             render(Script(name, "A job.", ("true",), JobConfig()), SlurmConfig(), **_PLACES)
-
-
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_array_ranges_are_read_back(tasks: set[int]) -> None:
-    text = array_range(tuple(tasks), None)
-    assert set(text) <= set(string.digits + ",-")
-    found = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    assert found == tasks
-    assert array_range(tuple(tasks), 4) == f"{text}%4"

@@ -1,0 +1,64 @@
+"""What a caching run leaves in the run folder, and says: its figures, and where the records left out are listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cache.atomic import write_text
+from cache.build import Summary
+from cache.parts import WHOLE, Part
+from cache.rates import keep_better_rate
+from pipeline.config import PipelineConfig
+
+
+def summary_file(settings: PipelineConfig, split: str, part: Part) -> Path:
+    """Where the figures of a caching run are kept."""
+    return settings.output_dir / f"cache-{split}{f'.{part.name}' if part.of_several else ''}.json"
+
+
+def report(settings: PipelineConfig, summary: Summary, part: Part) -> str:
+    """Keep the figures of a caching run; returns them for a person."""
+    figures = summary.figures()
+    _keep(summary_file(settings, summary.split, part), figures)
+    return _describe(settings, figures)
+
+
+def report_together(settings: PipelineConfig, split: str, parts: Sequence[Part]) -> str:
+    """The same of parts that ran at once, from what each has kept."""
+    of_parts = [json.loads(summary_file(settings, split, part).read_text(encoding="utf-8")) for part in parts]
+    figures: dict[str, Any] = dict(of_parts[0])
+    for name in ("recovered_images", "encoded_images", "written_bytes"):
+        figures[name] = sum(one[name] for one in of_parts)
+    # The part that ended last knows what the others have left out.
+    for name in ("seconds", "num_rejected"):
+        figures[name] = max(one[name] for one in of_parts)
+    rate = figures["encoded_images"] / figures["seconds"] if figures["seconds"] else 0.0
+    figures["images_per_second"] = round(rate, 3)
+    _keep(summary_file(settings, split, WHOLE), figures)
+    return _describe(settings, figures)
+
+
+def _keep(target: Path, figures: dict[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, json.dumps(keep_better_rate(target, figures), indent=1))
+
+
+def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:
+    count = figures["num_rejected"]
+    recovered = figures["recovered_images"]
+    taken_up = [f"  taken up         {recovered} images of an interrupted run"] if recovered else []
+    listed = f", listed in {settings.output_dir / figures['split']}.rejected.jsonl" if count else ""
+    return "\n".join(
+        [
+            f"split {figures['split']}: {figures['num_records']} records, {figures['distinct_images']} distinct images",
+            *taken_up,
+            f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s",
+            f"  written now      {figures['written_bytes'] / 1e6:.2f} MB",
+            f"  cache            {figures['cache']}",
+            f"  image tokens     {figures['image_tokens']}",
+            f"  left out         {count} records{listed}",
+        ]
+    )
