@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,10 +15,11 @@ from cache.records import ImageRef, Record
 if TYPE_CHECKING:  # cache.manifest uses this module
     from cache.manifest import SplitImage, SplitImages
 
-_Comparison = Literal["same", "changed", "absent"]
+_Verdict = Literal["same", "changed", "absent", "unsure"]
 
 THREADS = 8
 CHUNK = 64  # images a task: a task an image would cost as much as looking at the file
+HASHED = 512  # images whose content is compared at most, at each start of a training
 
 
 def same_root(one: str | None, other: str | None) -> bool:
@@ -70,58 +71,71 @@ def other_root(there: SplitImages, root: str | None, what: str, same: str) -> Ca
 
 
 def changed_images(records: Sequence[Record], there: SplitImages, root: str, progress: Progress) -> dict[str, str]:
-    """Images that are no longer those that a list names, as far as they can be looked at: path -> what is wrong.
+    """Images that are no longer those that a list names, as far as they are here: path -> what is wrong.
 
-    What has the size and modification time of the list under the same root is taken for the same, anything else that is
-    there is hashed. Image files need not be there, unless the list is of another root.
+    What has the size and modification time of the list under the same root is taken for the same, another size for
+    another image. Of the others HASHED are hashed, evenly spread: a dataset that was copied need not be read whole at
+    every start, and one that is another will hardly have equal sizes throughout. Image files need not be there.
 
     Raises:
-        CacheError: the list is of another root and names other images, or images that are not there to be compared.
+        CacheError: the list is of another root and names other images.
     """
     listed = {image.path: image for image in there.images}
     refs = {ref.path: ref for record in records for ref in record.images if ref.path in listed}
     moved = not same_root(there.root, root)
-    if not moved and not Path(root).is_dir():
+    if not Path(root).is_dir():
         refs = {path: ref for path, ref in refs.items() if ref.data is not None}
-    pairs = [(ref, listed[path]) for path, ref in refs.items()]
     changed: dict[str, str] = {}
-    for (ref, _), found in zip(pairs, _compared(pairs, progress, trusted=not moved), strict=True):
-        if moved and found != "same":
-            what = f"{ref.path} {'is another image' if found == 'changed' else 'is not there to be compared'}"
+    for path in _changed([(ref, listed[path]) for path, ref in refs.items()], progress, trusted=not moved):
+        if moved:
             raise other_root(
                 there,
                 root,
-                what,
-                f"if they are the same images, run `pipeline cache` for this split again where they are, or set "
-                f"data.image_root to {there.root}",
+                f"{path} is another image",
+                "if they are the same images after a change, run `pipeline cache` for this split again",
             )
-        if found == "changed":
-            changed[ref.path] = "the file has changed since it was cached; `pipeline cache` for this split takes it up"
+        changed[path] = "the file has changed since it was cached; `pipeline cache` for this split takes it up"
     return changed
 
 
-def _compared(
-    pairs: Sequence[tuple[ImageRef, SplitImage]], progress: Progress, *, trusted: bool
-) -> Iterator[_Comparison]:
+def _changed(pairs: Sequence[tuple[ImageRef, SplitImage]], progress: Progress, *, trusted: bool) -> list[str]:
     if not pairs:
-        return
-    progress.start("comparing images with the cache's list", len(pairs), "image")
+        return []
     with ThreadPoolExecutor(THREADS) as pool:
-        tasks = [pairs[at : at + CHUNK] for at in range(0, len(pairs), CHUNK)]
-        for part in pool.map(lambda task: [_compare(ref, image, trusted=trusted) for ref, image in task], tasks):
-            yield from part
-            progress.advance(len(part))
+        looked_at = _each(pool, pairs, lambda ref, image: _by_stamp(ref, image, trusted=trusted), progress)
+        unsure = [pair for pair, found in zip(pairs, looked_at, strict=True) if found == "unsure"]
+        chosen = unsure[:: -(-len(unsure) // HASHED) or 1]
+        hashed = _each(pool, chosen, _by_content, progress) if chosen else []
+    found = [*zip(pairs, looked_at, strict=True), *zip(chosen, hashed, strict=True)]
+    return [ref.path for (ref, _), verdict in found if verdict == "changed"]
+
+
+def _each(
+    pool: ThreadPoolExecutor,
+    pairs: Sequence[tuple[ImageRef, SplitImage]],
+    look: Callable[[ImageRef, SplitImage], _Verdict],
+    progress: Progress,
+) -> list[_Verdict]:
+    found: list[_Verdict] = []
+    progress.start("comparing images with the cache's list", len(pairs), "image")
+    tasks = [pairs[at : at + CHUNK] for at in range(0, len(pairs), CHUNK)]
+    for part in pool.map(lambda task: [look(ref, image) for ref, image in task], tasks):
+        found += part
+        progress.advance(len(part))
     progress.finish()
+    return found
 
 
-def _compare(ref: ImageRef, listed: SplitImage, *, trusted: bool) -> _Comparison:
+def _by_stamp(ref: ImageRef, listed: SplitImage, *, trusted: bool) -> _Verdict:
     stamp = ref.stamp()
     if stamp is None:
         return "absent"
     if stamp.size != listed.size:
         return "changed"
-    if trusted and stamp.mtime_ns and stamp.mtime_ns == listed.mtime_ns:
-        return "same"
+    return "same" if trusted and stamp.mtime_ns and stamp.mtime_ns == listed.mtime_ns else "unsure"
+
+
+def _by_content(ref: ImageRef, listed: SplitImage) -> _Verdict:
     try:
         return "same" if image_key(ref.read()) == listed.key else "changed"
     except (DataError, ReadError):
