@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +20,9 @@ RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "RESIZING", "SIGNAL
 _TIMEOUT_SECONDS = 90
 # Words of a command that did not get through to the controller; munge vouches for who asks.
 _OUT_OF_REACH = ("contact slurm controller", "could not establish a configuration source", "munge encode failed")
+# Words of a busy controller. Asking again does no harm; submitting again could.
+_BUSY = ("zero bytes were transmitted", "socket timed out", "connection reset by peer")
+_ASK_AGAIN_SECONDS = (0.5, 2.0, 5.0)
 _SETTING = "slurm.{}".format
 # Times as they are parsed; and a list of tasks would end behind 64 characters by `...`.
 _PLAIN_OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
@@ -100,7 +104,7 @@ class SlurmClient:
 
     def jobs(self, job: str) -> list[JobInfo]:
         """What is known of a job, or of each task of an array; empty when SLURM knows it no more."""
-        done = self._run("scontrol", "show", "job", job)
+        done = self._ask("scontrol", "show", "job", job)
         if done.returncode == 0:
             return [info for text in done.stdout.split("\n\n") if "JobId=" in text for info in _parse(job, text)]
         if "Invalid job id" in done.stderr:
@@ -122,7 +126,7 @@ class SlurmClient:
 
     def partitions(self) -> list[str]:
         """Names of the partitions."""
-        return sorted(set(self._run("sinfo", "--noheader", "--format=%R").stdout.split()))
+        return sorted(set(self._ask("sinfo", "--noheader", "--format=%R").stdout.split()))
 
     def _require_known(self, script: Path, names: Sequence[str]) -> None:
         known: dict[str, set[str]] = {}
@@ -149,6 +153,15 @@ class SlurmClient:
             for task in _each(parse_name(name)[1]):
                 found.append(JobInfo(job, task, state.split()[0], "", _time(start), _time(end), _exit_code(code), None))
         return found
+
+    def _ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that changes nothing, again where the controller was too busy to answer."""
+        for seconds in _ASK_AGAIN_SECONDS:
+            done = self._run(*command)
+            if not done.returncode or not any(sign in done.stderr.lower() for sign in _BUSY):
+                return done
+            time.sleep(seconds)
+        return self._run(*command)
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = without_job(os.environ)

@@ -22,6 +22,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sc
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HOSTS = Path("/etc/hosts")
+_QUESTION = re.compile("squeue|sinfo|scontrol show")
+_BUSY = re.compile("Zero Bytes were transmitted|Socket timed out|Connection reset")
 # What nothing depends on when all goes well: how long a machine that does much else may take.
 _PATIENCE = 400.0
 
@@ -110,11 +112,17 @@ class Cluster:
                 file.truncate()
 
     def client(self, *command: str) -> str:
-        """Run a client command and return its output."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=200)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
-        return done.stdout
+        """Run a client command and return its output; a busy controller is asked again."""
+        for attempts_left in (3, 2, 1, 0):
+            done = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, check=False, timeout=200
+            )
+            if not done.returncode:
+                return done.stdout
+            if not (attempts_left and _QUESTION.match(" ".join(command)) and _BUSY.search(done.stderr)):
+                break
+            time.sleep(2)
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
 
     def state(self, job: str) -> str:
         """A job's state as SLURM names it; of an array the states of all tasks, in order and parted by blanks."""

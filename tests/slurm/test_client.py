@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from slurm import client
 from slurm.client import SlurmClient
 from slurm.errors import SlurmError
 
@@ -43,3 +46,26 @@ def test_a_job_has_the_environment_of_the_submission_and_nothing_of_ours(
 
     assert cluster.wait([job]) == {job: "COMPLETED"}
     assert (tmp_path / "log").read_text(encoding="utf-8") == "C.UTF-8/ö//\n"
+
+
+def test_a_busy_controller_is_asked_again(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller under load drops connections; here a program in front of the real one does, the first two times."""
+    real = shutil.which("scontrol")
+    fake = tmp_path / "scontrol"
+    fake.write_text(
+        f"#!/bin/bash\necho asked >> {tmp_path}/log\n"
+        f"if [ $(wc -l < {tmp_path}/log) -lt 3 ]; then\n"
+        "  echo 'slurm_load_jobs error: Zero Bytes were transmitted or received' >&2; exit 1\nfi\n"
+        f'exec {real} "$@"\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(client, "_ASK_AGAIN_SECONDS", (0.0, 0.0))
+
+    assert SlurmClient().jobs("987654") == []
+    assert (tmp_path / "log").read_text().count("asked") == 3
+
+    (tmp_path / "log").unlink()
+    monkeypatch.setattr(client, "_ASK_AGAIN_SECONDS", (0.0,))
+    with pytest.raises(SlurmError, match="Zero Bytes"):
+        SlurmClient().jobs("987654")
