@@ -17,6 +17,7 @@ from cache.errors import StoppedError
 from cache.progress import Progress
 
 TIMES = "times"
+MUCH_MORE = 4.0
 _CHUNKS = 10
 
 
@@ -137,7 +138,7 @@ class JobClock:
         folder: the run folder.
         name: of the record's file.
         record: with the fields that are known; the others are filled in.
-        needs: a phase without which an earlier record is kept.
+        needs: a phase that tells the rate: an earlier record with MUCH_MORE of it, made the same way, is kept.
         more: other phases, asked for at the end.
     """
 
@@ -197,9 +198,28 @@ class JobClock:
                 found[name] = phase
         return found
 
+    def _tells_less(self, phases: Mapping[str, Phase]) -> bool:
+        """Whether this was a few images more, the last steps of a resumed run, or nothing, and more is known."""
+        phase = phases.get(self._needs)
+        if phase is None:
+            return self._file.exists()
+        return self._known_units() > MUCH_MORE * phase.units
+
+    def _known_units(self) -> float:
+        """Of the needed phase, in the record that is there, if that was made the same way on the same device."""
+        try:
+            earlier = TimeRecord.parse(json.loads(self._file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return 0.0
+        new = self._record
+        if earlier is None or (earlier.device, earlier.processes) != (new.device, new.processes):
+            return 0.0
+        same = earlier.setting == json.loads(json.dumps(new.setting))
+        return earlier.phases[self._needs].units if same and self._needs in earlier.phases else 0.0
+
     def _write(self) -> None:
         phases = {**self._phases(), **self._more()}
-        if self._needs and self._needs not in phases and self._file.exists():
+        if self._needs and self._tells_less(phases):
             return
         record = replace(self._record, phases=phases, seconds=time.monotonic() - self._began, written=time.time())
         self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -89,3 +89,28 @@ def test_a_job_that_fails_leaves_no_record_and_other_processes_neither(
     written = TimeRecord.parse(json.loads((tmp_path / "times" / "job.json").read_text()))
     assert written is not None
     assert written.phases["encoding"].units == 2
+
+
+def _measure(folder: Path, images: int, **setting: Any) -> None:
+    record = TimeRecord("cache", "cpu", 1, {"pair": (1, 2), **setting}, 0.0, {}, 0.0)
+    with JobClock(Silent(), folder, "cache-train", record, needs="encoding") as clock:
+        clock.start("reading images", 3, "image")
+        clock.finish()
+        if images:
+            clock.start("encoding images", images, "image")
+            clock.advance(images)
+            clock.finish()
+
+
+def test_a_small_addition_leaves_what_a_large_run_has_measured(tmp_path: Path) -> None:
+    def units() -> float:
+        found = TimeRecord.parse(json.loads((tmp_path / "times" / "cache-train.json").read_text()))
+        assert found is not None
+        return found.phases["encoding"].units
+
+    _measure(tmp_path, 100)
+    for images, known in ((0, 100), (3, 100), (60, 60), (200, 200)):
+        _measure(tmp_path, images)
+        assert units() == known
+    _measure(tmp_path, 2, tower="fast")
+    assert units() == 2, "another setting is another rate"
