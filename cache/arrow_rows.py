@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import glob
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from cache.errors import DataError
-from cache.records import Embedded
+from cache.records import Embedded, TableState
 
 _BATCH_ROWS = 1000
 _SHARD_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}(-\w+)?\.parquet")
@@ -23,12 +26,12 @@ class ArrowRows:
     Attributes:
         dataset: the dataset.
         media: the columns that hold bytes, each as a dataset of that column alone.
-        mtime_ns: when the newest of its files was changed; 0 where that is not known.
+        state: of its files.
     """
 
     dataset: Any
     media: dict[str, Any]
-    mtime_ns: int
+    state: TableState
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All rows in order; encoded bytes stand in them as empty `bytes`, so that none is read."""
@@ -44,7 +47,7 @@ class ArrowRows:
 
     def embedded(self, row: int, location: tuple[str | int, ...]) -> Embedded:
         """A handle on the bytes that `location` leads to from row `row`."""
-        return Embedded(self.media[str(location[0])], row, location[1:], self.mtime_ns)
+        return Embedded(self.media[str(location[0])], row, location[1:], self.state)
 
 
 def open_folder_or_file(path: Path, split: str) -> ArrowRows:
@@ -155,7 +158,16 @@ def _arrow_rows(dataset: Any, files: Sequence[Path]) -> ArrowRows:
     types = {field.name: field.type for field in dataset.with_format("arrow")[:0].schema}
     media = [name for name, kind in types.items() if _holds_bytes(kind)]
     columns = {name: dataset.select_columns([name]).with_format("arrow") for name in media}
-    return ArrowRows(dataset, columns, max((file.stat().st_mtime_ns for file in files), default=0))
+    return ArrowRows(dataset, columns, _state_of(files))
+
+
+def _state_of(files: Sequence[Path]) -> TableState:
+    # Rows are numbered through all files: one that is not the newest moves those behind it when it goes or is replaced.
+    states = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    if not states:
+        return TableState()
+    digest = xxhash.xxh3_64_intdigest(json.dumps(states).encode()) >> 2  # a list of images has it as a time in ns
+    return TableState(digest or 1, max(changed for _, _, changed in states))
 
 
 def _pyarrow() -> Any:

@@ -279,7 +279,10 @@ class CacheBuilder:
         """The records that name an image that cannot be decoded; with `fail` none, since the part that has it fails."""
         if self._data.on_bad_record == "fail":
             return []
-        errors = {path: DataError(reason, where=path) for path, reason in reasons.items()}
+        errors = {
+            path: DataError(reason, where=path, do="mend the image, or leave it out")
+            for path, reason in reasons.items()
+        }
         return reject_images(plan.records, errors, self._data)
 
     def _write_split(self, plan: Plan, late: dict[str, str]) -> None:

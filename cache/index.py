@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cache.atomic import TEMPORARY_MARK
 from cache.documents import damaged_file
 from cache.errors import CacheError, ResourceError
 from cache.formats.extents import KEY
@@ -193,19 +194,25 @@ def _read(folder: Path) -> IndexTable:
 
 
 def _list_shards(folder: Path) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Size and time of each JSON index, and size of every other file, by file name."""
-    indexes, sizes = {}, {}
+    """Size and time of each JSON index, and size of every other file that is not temporary, by file name."""
+    indexes: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, int] = {}
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_file():
-                    status = entry.stat()
-                    if entry.name.endswith(".json"):
-                        indexes[entry.name] = status.st_size, status.st_mtime_ns
-                    else:
-                        sizes[entry.name] = status.st_size
+        listing = os.scandir(folder)
     except FileNotFoundError:
-        pass  # nothing has been committed yet
+        return indexes, sizes  # nothing has been committed yet
+    with listing as entries:
+        for entry in entries:
+            if TEMPORARY_MARK in entry.name or not entry.is_file():
+                continue
+            try:
+                status = entry.stat()
+            except FileNotFoundError:  # a repair has moved it aside meanwhile; that says nothing about those after it
+                continue
+            if entry.name.endswith(".json"):
+                indexes[entry.name] = status.st_size, status.st_mtime_ns
+            else:
+                sizes[entry.name] = status.st_size
     return indexes, sizes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -75,11 +75,13 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def remove(self) -> None:
-        """Close and delete it: the shard's entries are committed, or given up."""
+        """Close and delete it: the shard's entries are committed, or given up. A failure changes neither."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # network file systems tell only now that a line did not fit
+                os.close(descriptor)
+            with suppress(OSError):  # one that stays is a temporary file, which `pipeline prune` shows
+                self._path.unlink()
 
 
 def find_journals(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ Layout of `<cache.dir>/<fingerprint>/` (docs/cache-format.md is the specificatio
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,8 @@ from cache.split_lists import require_same_images
 
 MANIFEST_FILE = "manifest.json"
 SHARDS, SPLITS, REFUSED = "shards", "splits", "refused"
+
+_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Grid = tuple[int, int, int]
@@ -232,13 +235,24 @@ def save_split(folder: Path, images: SplitImages) -> None:
     Raises:
         CacheError: there is one of another dataset's images.
         DataError: it would be too large to be read again.
+        OSError: it cannot be written, and the one that is there does not do as well.
     """
     there = load_split(folder, images.split)
     if there == images:
         return
     require_same_images(there, images.images, images.root)
     smaller = "divide the split's file into several, each a split of its own in data.splits"
-    save(split_file(folder, images.split), images, smaller=smaller)
+    try:
+        save(split_file(folder, images.split), images, smaller=smaller)
+    except OSError as error:
+        # A cache that is complete is of use where it cannot be written, too.
+        if error.errno not in _NOT_WRITABLE or there is None or _read_of(there) != _read_of(images):
+            raise
+
+
+def _read_of(images: SplitImages) -> tuple[object, ...]:
+    """What reading the cache depends on; the rest tells of the dataset, so that less of it is hashed again."""
+    return images.num_parts, images.refused, [(i.path, i.key, i.image_grid_thw, i.size) for i in images.images]
 
 
 def load_split(folder: Path, split: str) -> SplitImages | None:

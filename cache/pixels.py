@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -37,7 +37,7 @@ class Pixels:
 
     def pin_memory(self) -> Pixels:
         """Called by the data loader where there is a GPU."""
-        return Pixels(self.index, self.patches.pin_memory(), self.image_grid_thw, self.error)
+        return replace(self, patches=self.patches.pin_memory())
 
 
 class _PixelDataset(Dataset[Pixels]):

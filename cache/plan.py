@@ -12,14 +12,14 @@ from cache.bad_records import reject_images
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.index import EntryIndex
-from cache.manifest import Manifest, SplitImage, load_split
+from cache.manifest import Manifest, SplitImage, load_split, save_manifest
 from cache.parts import WHOLE, Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import ImageRef, Record
 from cache.scan import ImageScanner
 from cache.scan_note import ScanNote
-from cache.split_lists import require_same_images, same_root
+from cache.split_lists import known_images, require_same_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,13 @@ def make_plan(
     """
     read = read_split(data, split)
     there, note = load_split(folder, split), ScanNote(folder, split, read.root)
-    listed = there.images if there is not None and same_root(there.root, read.root) else []
-    known = [*listed, *note.load()]
-    scanner = ImageScanner(processor, known, max_image_pixels, note.save if keep_scan else lambda _: None)
+    known = [*known_images(read.records, there, read.root, progress), *note.load()]
+
+    def keep(hashed: list[SplitImage]) -> None:
+        save_manifest(folder, manifest)  # a folder without one is nobody's: `pipeline prune` could not tell whose
+        note.save(hashed)
+
+    scanner = ImageScanner(processor, known, max_image_pixels, keep if keep_scan else lambda _: None)
     scanned = scanner.scan(read.records, progress, should_stop)
     refused = {image.ref.path: image.error for image in scanned if image.error is not None}
     rejected = [*read.rejected, *reject_images(read.records, refused, data)]

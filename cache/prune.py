@@ -38,7 +38,7 @@ class Holding:
         temporary: half-written files, of writers at work or killed.
         stale: those of `temporary` older than an hour.
         damaged: files that a repair has moved aside.
-        unlisted: shards older than an hour without an index; a repair moves them aside.
+        unlisted: shards older than an hour without an index or a journal; a repair moves them aside.
     """
 
     folder: Path

@@ -20,6 +20,19 @@ Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True)
+class TableState:
+    """Tells whether the files of a table are those that they were.
+
+    Attributes:
+        digest: of name, size and modification time of each file, in order; 0 where there is none to ask.
+        changed_ns: when the newest of them was changed; 0 as above.
+    """
+
+    digest: int = 0
+    changed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Embedded:
     """Encoded bytes that stand in a row of a memory-mapped Arrow table. Holds where they are, not the bytes.
 
@@ -28,13 +41,13 @@ class Embedded:
             so that a pickle of this object is small.
         row: index into `dataset`.
         location: keys and indices that lead from the row's value to the bytes (or to their `{bytes, path}` struct).
-        mtime_ns: when the file or folder that the table comes from was changed last; 0 where that is not known.
+        state: of the files that the table comes from.
     """
 
     dataset: Any = field(repr=False, compare=False)
     row: int
     location: tuple[str | int, ...] = ()
-    mtime_ns: int = field(default=0, compare=False)
+    state: TableState = field(default=TableState(), compare=False)
 
     def read(self) -> bytes:
         """Copies the encoded bytes of this one image out of the table; the other images of the row stay on disk."""
@@ -60,10 +73,18 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Tells cheaply that bytes may have changed: their number, and when the file was changed last (0: not known)."""
+    """Tells cheaply that bytes may have changed.
+
+    Attributes:
+        size: number of bytes.
+        mtime_ns: when the file was changed last; of bytes in a table a number that stands for all its files
+            (TableState.digest). 0: not known.
+        changed_ns: when the file, or the newest one of the table, was changed last; 0: not known.
+    """
 
     size: int
     mtime_ns: int
+    changed_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +105,11 @@ class ImageRef:
         """Size and modification time; None when there is no file to ask, and `read` will say why."""
         try:
             if self.data is not None:
-                return Stamp(self.data.num_bytes, self.data.mtime_ns)
+                return Stamp(self.data.num_bytes, self.data.state.digest, self.data.state.changed_ns)
             status = self.file.stat() if self.file is not None else None
         except (OSError, UnicodeEncodeError):
             return None
-        return Stamp(status.st_size, status.st_mtime_ns) if status else None
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_mtime_ns) if status else None
 
     def read(self) -> bytes:
         """The image's encoded bytes.

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from cache.errors import CacheError
 from cache.formats import FORMATS, ShardFormat
 from cache.index import update_index_file
+from cache.journal import find_journals, shards_of
 from cache.manifest import SHARDS, IndexEntry, load_manifest
 from cache.progress import Progress
 from cache.verify import ShardState, check_entries, verify_cache
@@ -77,12 +78,15 @@ def set_damaged_aside(folder: Path, shard_format: ShardFormat, shard_size: int, 
 def shards_without_index(folder: Path, *, older_than: float = STALE_SECONDS) -> list[Path]:
     """Shards that do not count: their writer was killed before the index, or the index was lost.
 
+    Not those that have a journal: the next `pipeline cache` takes up what they hold (cache.salvage).
+
     Args:
         older_than: seconds; a younger one may be about to get its index.
     """
     before = time.time() - older_than
-    shards = [file for form in FORMATS.values() for file in (folder / SHARDS).glob(f"*{form.suffix}")]
-    return sorted(file for file in shards if not _index_of(file).exists() and _is_older(file, before))
+    noted = {shard for journal in find_journals(folder) for shard in shards_of(journal)}
+    shards = {file for form in FORMATS.values() for file in (folder / SHARDS).glob(f"*{form.suffix}")}
+    return sorted(file for file in shards - noted if not _index_of(file).exists() and _is_older(file, before))
 
 
 def _is_older(file: Path, moment: float) -> bool:

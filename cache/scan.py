@@ -40,7 +40,7 @@ class ImageScanner:
 
     Attributes:
         processor: tells an image's grid from its size.
-        known: images that were hashed before, under the same root.
+        known: images that were hashed before, under the same root or one that was found to be the same.
         max_image_pixels: larger images are refused.
         keep: notes what was hashed, from time to time and at the end, also when the scan is cut short.
     """
@@ -94,7 +94,7 @@ class ImageScanner:
         if stamp is not None:
             _require_image(ref, stamp)
             # A file changed twice within a tick of the file system's clock looks unchanged: its time is not relied on.
-            mtime_ns = stamp.mtime_ns if abs(time.time_ns() - stamp.mtime_ns) > RACY_NS else 0
+            mtime_ns = stamp.mtime_ns if abs(time.time_ns() - stamp.changed_ns) > RACY_NS else 0
         data = ref.read()
         height, width = header_size(data, where=ref.path)
         if height * width > self.max_image_pixels:

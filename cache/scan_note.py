@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from cache.atomic import write_text
@@ -43,5 +44,8 @@ class ScanNote:
         write_text(self._file, seal(note.model_dump_json()))
 
     def remove(self) -> None:
-        """Forget it."""
-        self._file.unlink(missing_ok=True)
+        """Forget it, if it can be removed: on a read-only file system even one that is missing cannot."""
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
+        with suppress(OSError):  # another split's note lies there, or a part is about to write its own
+            self._file.parent.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -158,7 +159,8 @@ class CacheWriter:
         """Leave nothing of the shard in hand: it is neither tried again nor does it hold space."""
         shard, self._open = self._open, None
         if shard is not None:
-            shard.file.abandon()
+            with suppress(OSError):  # a full disk is told at the close once more
+                shard.file.abandon()
             shard.temporary.unlink(missing_ok=True)
             shard.journal.remove()
 

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from cache.atomic import TEMPORARY_MARK
 from cache.errors import ResourceError, StoppedError
 from cache.formats import SafetensorsFormat
+from cache.formats.base import OutputFile
+from cache.journal import JOURNAL_SUFFIX
 from cache.manifest import SHARDS, load_shard_indexes, save_manifest
 from cache.reader import FeatureCache
 from cache.writer import CacheWriter
@@ -52,8 +55,9 @@ def test_refuses_before_anything_is_spent(cached: Any, small_disk: Path, tower_c
     with pytest.raises(ResourceError, match=r"GB are needed.*\n.*free some space"):
         builder_of(config).run("train", SILENT)
     assert tower_calls["load"] == 0
-    # But for the note of what was hashed, so that it need not be hashed again.
-    after = {name: state for name, state in snapshot(small_disk).items() if "/scans/" not in name}
+    # But for the note of what was hashed, so that it need not be hashed again, and the manifest that says whose it is.
+    allowed = ("/scans/", "/manifest.json")
+    after = {name: state for name, state in snapshot(small_disk).items() if not any(part in name for part in allowed)}
     assert after == before
 
 
@@ -139,6 +143,52 @@ def test_a_shard_that_cannot_be_committed_is_given_up(
     assert_tidy(folder)
     assert load_shard_indexes(folder) == []
     assert writer.committed_images == 0
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_close_that_fails_hides_no_outcome_and_leaves_nothing(
+    folder: Path, no_space: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """Network file systems tell only at the close that a journal, which is not needed any more, did not fit."""
+    close, told = os.close, []
+
+    def close_late(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        close(descriptor)
+        if name.endswith(JOURNAL_SUFFIX):
+            told.append(name)
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "close", close_late)
+    writer = CacheWriter(folder, SafetensorsFormat(), shard_size=1)
+    if not fits:
+        no_space(0)
+    with nullcontext() if fits else pytest.raises(ResourceError, match="is full"), writer:
+        writer.add("a" * 64, random_features(0))
+    assert len(told) == 1
+    assert_tidy(folder)
+    assert committed_keys(folder) == ["a" * 64] * fits
+    assert writer.committed_images == fits
+
+
+def test_an_entry_that_does_not_fit_is_told_though_its_file_cannot_be_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = OutputFile.close
+
+    def close_late(self: OutputFile) -> None:
+        close(self)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def full(_descriptor: int, _content: bytes, _place: int) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(OutputFile, "close", close_late)
+    monkeypatch.setattr(os, "pwrite", full)
+    writer = CacheWriter(folder, SafetensorsFormat(), shard_size=1 << 30)
+    with pytest.raises(ResourceError, match="is full"), writer:
+        writer.add("a" * 64, random_features(0))
+    assert_tidy(folder)
 
 
 def end_with(folder: Path, error: Exception) -> None:

@@ -7,15 +7,19 @@ import logging
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from cache.atomic import TEMPORARY_MARK
 from cache.errors import CacheError
 from cache.index import EntryIndex, index_file_damage, update_index_file
 from cache.index_file import INDEX_FILE
+from cache.journal import JOURNAL_SUFFIX
 from cache.manifest import IndexEntry, ShardIndex, save_shard_index
 
 SHARDS, ENTRIES = 12, 9
@@ -202,3 +206,33 @@ def test_many_keys_at_once(tmp_path: Path, expected: dict[str, tuple[str, IndexE
     empty = EntryIndex.open(tmp_path / "nothing")
     assert empty.missing(strangers) == list(range(len(strangers)))
     assert empty.stamps_of([]) == []
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_files_that_vanish_while_they_are_listed_hide_no_others(
+    tmp_path: Path, expected: dict[str, tuple[str, IndexEntry]], saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer beside renames its temporary files and removes its journals; a repair moves shards aside."""
+    if saved:
+        update_index_file(tmp_path)
+    more = entry(5000)
+    add_shard(tmp_path, 50, [more])
+    mark = f"shard-0051.safetensors{TEMPORARY_MARK}0"
+    going = {mark, f"{mark}{JOURNAL_SUFFIX}", f"shard-0051.json{TEMPORARY_MARK}0", "shard-0003.json"}
+    going |= {"shard-0003.safetensors"}
+    for name in going:
+        (tmp_path / "shards" / name).touch()
+    scandir = os.scandir
+
+    def vanishing(folder: Path) -> Any:
+        with scandir(folder) as listing:
+            entries = sorted(listing, key=lambda found: found.name not in going)
+        for name in going:
+            (Path(folder) / name).unlink(missing_ok=True)
+        return nullcontext(entries)
+
+    left = {key: found for key, found in expected.items() if found[0] != "shard-0003.safetensors"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", vanishing)
+        index = EntryIndex.open(tmp_path)
+    assert_holds(index, left | {more.key: ("shard-0050.safetensors", more)})

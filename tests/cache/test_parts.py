@@ -260,6 +260,10 @@ def test_one_process_on_one_machine(whole: Any, tmp_path: Path) -> None:
     figures = json.loads((config.output_dir / "cache-train.json").read_text())
     assert figures["encoded_images"] == 9
     assert figures["images_per_second"] == pytest.approx(9 / figures["seconds"], rel=0.01)
+    again = cache_in_processes(config, arguments, "train", [environment], never)
+    assert "encoded now      0 images, 0.00 images/s" in again
+    kept = json.loads((config.output_dir / "cache-train.json").read_text())
+    assert (kept["encoded_images"], kept["now"]["encoded_images"]) == (9, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

@@ -31,6 +31,7 @@ from cache.manifest import Grid, IndexEntry, SplitImage, load_manifest, save_man
 from cache.quantize import quantize
 from cache.reader import FeatureCache
 from cache.records import ImageRef
+from cache.repair import set_damaged_aside
 from cache.salvage import take_up
 from cache.writer import CacheWriter
 
@@ -165,6 +166,7 @@ def test_all_that_a_killed_writer_has_written_is_taken_up(tmp_path: Path, form: 
 
 
 def test_a_shard_that_had_its_name_but_no_index_yet(folder: Path) -> None:
+    """A repair, which comes before, leaves it, as old as it may be: in `damaged/` nobody would take it up."""
     entries = entries_of(float32)
     writer = CacheWriter(folder, FORMATS[load_manifest(folder).format], shard_size=LARGE)
     for key, features in entries.items():
@@ -175,6 +177,8 @@ def test_a_shard_that_had_its_name_but_no_index_yet(folder: Path) -> None:
     writer._put_in_place(shard)  # and then the kill
     assert shard.path.exists()
     assert not shard.temporary.exists()
+    os.utime(shard.path, (0, 0))
+    assert set_damaged_aside(folder, writer._format, LARGE, SILENT).moved == []
     assert recover(folder, todo_of(entries)) == []
     assert_holds(folder, entries)
 

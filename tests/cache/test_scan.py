@@ -13,6 +13,7 @@ import pytest
 from cache.errors import DataError, ReadError, StoppedError
 from cache.headers import HEAD_BYTES, read_headers
 from cache.manifest import load_refused, load_split
+from cache.prune import survey_holdings
 from cache.reader import FeatureCache
 from cache.records import MAX_IMAGE_BYTES, ImageRef
 from cache.scan import AHEAD, HEAD_FIRST_BYTES, THREADS
@@ -94,6 +95,17 @@ def test_a_damaged_note_is_not_used(many: PipelineConfig, read: list[str]) -> No
     read.clear()
     assert len(builder_of(many).list_images("train", SILENT).images) == COUNT
     assert len(images_of(read)) == COUNT
+
+
+def test_a_scan_that_is_cut_short_leaves_a_folder_that_says_whose_it_is(many: PipelineConfig) -> None:
+    builder = builder_of(many)
+    with pytest.raises(StoppedError):
+        builder.list_images("train", SILENT, should_stop=lambda: True)
+    (holding,) = survey_holdings(many.cache_dir, builder.fingerprint, any_backend=False)
+    assert holding.manifest == builder.manifest
+    assert holding.in_use
+    builder.list_images("train", SILENT)
+    assert not (builder.folder / "scans").exists()
 
 
 def test_a_plan_writes_nothing(many: PipelineConfig) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
+from cache import split_lists
+from cache.config import DataConfig, SplitConfig
+from cache.dataset import read_split
 from cache.errors import CacheError
+from cache.keys import image_key
 from cache.manifest import load_split
-from cache.records import ImageRef
+from cache.records import ImageRef, Stamp
+from cache.split_lists import changed_images
 from pipeline.config import PipelineConfig
 
-from .conftest import SILENT, builder_of, committed_keys, draw_images, snapshot, write_rows
+from .conftest import DRAWN, SILENT, builder_of, committed_keys, draw_images, snapshot, write_rows
 
 MakeConfig = Callable[..., PipelineConfig]
 
@@ -25,6 +34,20 @@ def dataset(folder: Path, *, seed: int, count: int = 3) -> Path:
     for number, file in enumerate(draw_images(folder / "images", count, seed=seed)):
         file.rename(folder / "images" / f"{number}.png")
     return write_rows(folder / "train.jsonl", [f"images/{number}.png" for number in range(count)])
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the images that are read from now on; the real method reads them."""
+    read: list[str] = []
+    whole = ImageRef.read
+    monkeypatch.setattr(ImageRef, "read", lambda self: read.append(self.path) or whole(self))
+    return read
+
+
+def put(content: bytes, file: Path, like: Path) -> None:
+    """Write a file, with the time of another one."""
+    file.write_bytes(content)
+    os.utime(file, ns=(like.stat().st_atime_ns, like.stat().st_mtime_ns))
 
 
 @pytest.fixture
@@ -58,9 +81,7 @@ def test_equal_sizes_and_times_do_not_make_two_datasets_one(
     for number in range(3):
         file, other = (tmp_path / name / "images" / f"{number}.png" for name in "ab")
         content = file.read_bytes()
-        other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # decoders stop before it
-        stat = file.stat()
-        os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        put(content[:-1] + bytes([content[-1] ^ 1]), other, like=file)  # decoders stop before it
     with pytest.raises(CacheError, match="is another image there"):
         builder_of(two[1]).run("train", SILENT)
 
@@ -89,9 +110,7 @@ def test_a_dataset_that_was_moved_is_hashed_again_and_encoded_once(
     folder = builder_of(two[0]).folder
     keys = committed_keys(folder)
     shutil.move(tmp_path / "a", tmp_path / "c")
-    read: list[str] = []
-    whole = ImageRef.read
-    monkeypatch.setattr(ImageRef, "read", lambda self: read.append(self.path) or whole(self))
+    read = reads(monkeypatch)
     config = make_config({"train": str(tmp_path / "c" / "train.jsonl")})
     for expected in (3, 0):
         assert builder_of(config).run("train", SILENT).encoded_images == 0
@@ -125,3 +144,156 @@ def test_lists_of_earlier_versions_have_no_root_and_are_read(
     file.write_text(json.dumps(old))
     assert builder_of(two[0]).run("train", SILENT).encoded_images == 0
     assert json.loads(file.read_text())["root"]
+
+
+def test_a_dataset_that_was_moved_and_changed_in_part_is_taken_up(
+    two: tuple[PipelineConfig, PipelineConfig], tmp_path: Path, make_config: MakeConfig
+) -> None:
+    shutil.move(tmp_path / "a", tmp_path / "c")
+    shutil.copy(tmp_path / "b" / "images" / "1.png", tmp_path / "c" / "images" / "1.png")
+    config = make_config({"train": str(tmp_path / "c" / "train.jsonl")})
+    assert builder_of(config).run("train", SILENT).encoded_images == 1
+    listed = load_split(builder_of(config).folder, "train")
+    assert listed is not None
+    files = [tmp_path / "c" / "images" / f"{number}.png" for number in range(3)]
+    assert [image.key for image in listed.images] == [image_key(file.read_bytes()) for file in files]
+
+
+def test_a_root_one_level_up_is_known_by_the_content(
+    two: tuple[PipelineConfig, PipelineConfig], tmp_path: Path, make_config: MakeConfig
+) -> None:
+    rows = write_rows(tmp_path / "train.jsonl", [f"a/images/{number}.png" for number in range(3)])
+    assert builder_of(make_config({"train": str(rows)})).run("train", SILENT).encoded_images == 0
+
+
+def test_a_copy_that_kept_the_times_is_read_in_part(
+    two: tuple[PipelineConfig, PipelineConfig],
+    tmp_path: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    config = make_config({"train": str(tmp_path / "c" / "train.jsonl")})
+    monkeypatch.setattr(split_lists, "HASHED", 2)
+    os.utime(tmp_path / "c" / "images" / "1.png", (1e9, 1e9))  # this one is read anyway
+    read = reads(monkeypatch)
+    assert len(builder_of(config).plan("train", SILENT).images) == 3
+    assert sorted(read) == ["images/0.png", "images/1.png", "images/2.png"]
+    shutil.copystat(tmp_path / "a" / "images" / "1.png", tmp_path / "c" / "images" / "1.png")
+    read.clear()
+    assert len(builder_of(config).plan("train", SILENT).images) == 3
+    assert sorted(read) == ["images/0.png", "images/2.png"]
+
+
+def test_a_sample_that_differs_in_part_has_everything_read(
+    two: tuple[PipelineConfig, PipelineConfig],
+    tmp_path: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    file = tmp_path / "c" / "images" / "2.png"
+    put(file.read_bytes()[:-1] + b"!", file, like=tmp_path / "a" / "images" / "2.png")
+    config = make_config({"train": str(tmp_path / "c" / "train.jsonl")})
+    read = reads(monkeypatch)
+    images = builder_of(config).plan("train", SILENT).images
+    assert len(read) == 6, "all as the sample, and all again"
+    assert images[2].key == image_key(file.read_bytes())
+
+
+def test_another_dataset_is_refused_before_all_of_it_is_read(
+    two: tuple[PipelineConfig, PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_lists, "HASHED", 2)
+    read = reads(monkeypatch)
+    with pytest.raises(CacheError, match=r"images/0\.png is another image there"):
+        builder_of(two[1]).run("train", SILENT)
+    assert read == [], "their sizes differ"
+    for number in range(3):
+        file, other = (tmp_path / name / "images" / f"{number}.png" for name in "ab")
+        put(file.read_bytes()[:-1] + b"!", other, like=file)
+    with pytest.raises(CacheError, match=r"images/0\.png is another image there"):
+        builder_of(two[1]).run("train", SILENT)
+    assert sorted(read) == ["images/0.png", "images/2.png"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_training_compares_no_image_that_it_cannot_look_at(
+    two: tuple[PipelineConfig, PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    listed = load_split(builder_of(two[0]).folder, "train")
+    assert listed is not None
+    reached = read_split(two[0].data, "train")
+    (tmp_path / "a" / "images" / "1.png").write_bytes(b"another one")
+    assert list(changed_images(reached.records, listed, reached.root, SILENT)) == ["images/1.png"]
+    stat = os.stat
+    out_of_reach = [reached.root]
+
+    def failing(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).startswith(out_of_reach[0]):
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", failing)
+    assert changed_images(reached.records, listed, reached.root, SILENT) == {}
+    out_of_reach[0] += "/images"
+    assert changed_images(reached.records, listed, reached.root, SILENT) == {}
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """A folder of three Parquet files with two images each, all of one size."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for number in range(3):
+        rows = []
+        for shade in (10 * number, 10 * number + 5):
+            content = io.BytesIO()
+            Image.new("RGB", (64, 64), (shade, 0, 0)).save(content, "BMP")
+            image = {"bytes": content.getvalue(), "path": None}
+            rows.append({"image": image, "question": "What is it?", "answer": "A shade."})
+        file = folder / f"{number}.parquet"
+        datasets.Dataset.from_list(rows).to_parquet(file)
+        os.utime(file, (DRAWN + number, DRAWN + number))
+    return folder
+
+
+def test_a_table_that_is_not_the_newest_is_removed(tables: Path, make_config: MakeConfig) -> None:
+    config = make_config({"train": str(tables)})
+    builder = builder_of(config)
+    assert builder.run("train", SILENT).encoded_images == 6
+    before = load_split(builder.folder, "train")
+    assert before is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageRef, "read", None)  # nothing is read
+        assert builder_of(config).run("train", SILENT).encoded_images == 0
+    (tables / "0.parquet").unlink()
+
+    found = read_split(config.data, "train")
+    refs = [ref for record in found.records for ref in record.images]
+    assert set(changed_images(found.records, before, found.root, SILENT)) == {ref.path for ref in refs}
+    assert builder_of(config).run("train", SILENT).encoded_images == 0
+    after = load_split(builder.folder, "train")
+    assert after is not None
+    assert {image.path: image.key for image in after.images} == {ref.path: image_key(ref.read()) for ref in refs}
+
+
+def test_tables_that_changed_places(tables: Path) -> None:
+    """Their names, sizes and times are the same as before, taken together."""
+
+    def stamps() -> set[Stamp | None]:
+        split = SplitConfig(path=str(tables))
+        records = read_split(DataConfig(splits={"train": split}), "train").records
+        return {ref.stamp() for record in records for ref in record.images}
+
+    (before,) = stamps()
+    assert stamps() == {before}
+    (tables / "0.parquet").rename(tables / "other")
+    (tables / "1.parquet").rename(tables / "0.parquet")
+    (tables / "other").rename(tables / "1.parquet")
+    (after,) = stamps()
+    assert before is not None
+    assert after is not None
+    assert after.mtime_ns != before.mtime_ns
+    assert after.changed_ns == before.changed_ns == (DRAWN + 2) * 10**9

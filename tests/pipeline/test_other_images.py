@@ -40,6 +40,19 @@ def test_the_images_of_another_dataset(train: Callable[..., Any], cached: Path, 
     train(cached, f"data.splits.train={rows}").check_refusal(4, *places, "good0.png is another image", "output_dir")
 
 
+def test_a_copy_in_which_an_image_was_changed(
+    train: Callable[..., Any], run: Callable[..., Any], cached: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A bad record, as where it was changed in its place; and what is advised against it helps."""
+    shutil.copytree(folder, tmp_path / "copy")
+    draw(tmp_path / "copy" / "good1.png", (50, 50))
+    rows = f"data.splits.train={tmp_path / 'copy' / 'train.jsonl'}"
+    said = ("good1.png", "has changed since it was cached", "for this split takes it up")
+    train(cached, rows).check_refusal(3, "train.jsonl:2", *said)
+    assert run("cache", "--config", cached, "--split", "train", f"--set={rows}").code == 0
+    assert train(cached, rows).code == 0
+
+
 def test_rows_that_were_copied_without_their_images(
     train: Callable[..., Any], cached: Path, folder: Path, tmp_path: Path
 ) -> None:
