@@ -13,6 +13,8 @@ from cache.parts import WHOLE, Part
 from cache.rates import keep_better_rate
 from pipeline.config import PipelineConfig
 
+NOW = "now"  # what the latest run did; the figures beside it may be those of an earlier one, which tell more
+
 
 def summary_file(settings: PipelineConfig, split: str, part: Part) -> Path:
     """Where the figures of a caching run are kept."""
@@ -29,12 +31,12 @@ def report(settings: PipelineConfig, summary: Summary, part: Part) -> str:
 def report_together(settings: PipelineConfig, split: str, parts: Sequence[Part]) -> str:
     """The same of parts that ran at once, from what each has kept."""
     of_parts = [json.loads(summary_file(settings, split, part).read_text(encoding="utf-8")) for part in parts]
-    figures: dict[str, Any] = dict(of_parts[0])
+    figures: dict[str, Any] = {name: value for name, value in of_parts[0].items() if name != NOW}
     for name in ("recovered_images", "encoded_images", "written_bytes"):
-        figures[name] = sum(one[name] for one in of_parts)
+        figures[name] = sum(one[NOW][name] for one in of_parts)
+    figures["seconds"] = max(one[NOW]["seconds"] for one in of_parts)
     # The part that ended last knows what the others have left out.
-    for name in ("seconds", "num_rejected"):
-        figures[name] = max(one[name] for one in of_parts)
+    figures["num_rejected"] = max(one["num_rejected"] for one in of_parts)
     rate = figures["encoded_images"] / figures["seconds"] if figures["seconds"] else 0.0
     figures["images_per_second"] = round(rate, 3)
     _keep(summary_file(settings, split, WHOLE), figures)
@@ -43,7 +45,8 @@ def report_together(settings: PipelineConfig, split: str, parts: Sequence[Part])
 
 def _keep(target: Path, figures: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, json.dumps(keep_better_rate(target, figures), indent=1))
+    now = {name: figures[name] for name in ("recovered_images", "encoded_images", "written_bytes", "seconds")}
+    write_text(target, json.dumps(keep_better_rate(target, figures) | {NOW: now}, indent=1))
 
 
 def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:

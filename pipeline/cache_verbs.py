@@ -21,7 +21,7 @@ from cache.prune import remove_fingerprint, remove_leftovers, survey_holdings, t
 from cache.repack import repack as repack_cache
 from cache.repair import set_damaged_aside
 from cache.verify import verify_cache
-from pipeline.cache_figures import report_together, summary_file
+from pipeline.cache_figures import report_together
 from pipeline.config import PipelineConfig
 from pipeline.gpus import environment_of, visible_gpus
 from pipeline.options import PROGRAM
@@ -69,8 +69,6 @@ def cache_in_processes(
         StoppedError: `should_stop` said so, and all processes have ended.
     """
     parts = [Part(index, len(environments)) for index in range(len(environments))]
-    for part in parts:
-        summary_file(settings, split, part).unlink(missing_ok=True)
     run_children(
         [
             Child(

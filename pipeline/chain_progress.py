@@ -36,17 +36,21 @@ class PartsProgress:
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """The last line of metrics.jsonl that tells of a step."""
+    """The last line of metrics.jsonl that tells of a step.
+
+    Attributes:
+        seconds_left: None in the first line of a start.
+    """
 
     step: int
     max_steps: int
-    seconds_left: float
+    seconds_left: float | None
     written: datetime
 
     @property
-    def end(self) -> datetime:
-        """When the last step will be done; without the evaluations to come."""
-        return self.written + timedelta(seconds=self.seconds_left)
+    def end(self) -> datetime | None:
+        """When the last step will be done, without the evaluations to come; None while that cannot be told."""
+        return None if self.seconds_left is None else self.written + timedelta(seconds=self.seconds_left)
 
     def describe(self) -> str:
         """`step 20 of 300`."""
@@ -87,6 +91,9 @@ def stage_progress(folder: Path) -> StageProgress | None:
             found = json.loads(line)
         except ValueError:
             continue  # being written
-        if "seconds_left" in found and "max_steps" in found:
-            return StageProgress(int(found["step"]), int(found["max_steps"]), float(found["seconds_left"]), written)
+        if "samples_per_second" in found and "max_steps" in found:
+            left = found.get("seconds_left")
+            return StageProgress(
+                int(found["step"]), int(found["max_steps"]), None if left is None else float(left), written
+            )
     return None

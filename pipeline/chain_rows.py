@@ -11,7 +11,7 @@ from pipeline.chain_queue import Queued
 from pipeline.chain_record import Chain, ChainFolder
 from pipeline.config import PipelineConfig
 from pipeline.experiments import experiments_of
-from train.run_folder import ADAPTER, last_checkpoint
+from train.run_folder import rows_of
 
 
 def training_rows(settings: PipelineConfig) -> dict[str, str]:
@@ -31,7 +31,7 @@ def require_same_rows(
     queued: Mapping[str, Queued],
     rows: Mapping[str, str],
 ) -> None:
-    """Refuse rows that differ from those of a chain that is at work, or that something was trained on.
+    """Refuse rows that differ from those that something was trained on, or of a chain that is at work.
 
     Until then they may be corrected. A chain that was submitted before rows were recorded is let through.
 
@@ -39,32 +39,29 @@ def require_same_rows(
         ConfigError: names the split, and what was trained on its rows.
     """
     there = chain.rows if chain is not None else {}
-    changed = [split for split, digest in rows.items() if there.get(split, digest) != digest]
-    for split in changed:
-        rows_of = f"the rows of split {split} ({settings.data.splits[split].path})"
-        trained = _trained_on(settings, split)
+    for split, digest in rows.items():
+        rows_of_split = f"the rows of split {split} ({settings.data.splits[split].path})"
+        trained = _trained_on_others(settings, split, digest)
         if trained:
             raise ConfigError(
-                f"{rows_of} have changed since they were submitted, and there is training on them already: "
-                f"{', '.join(trained)}",
+                f"{rows_of_split} have changed since they were trained on: {', '.join(trained)}",
                 where=str(folder.folder),
                 do="give another output_dir (with cache.dir the cache is still used), or set the rows back",
             )
-        if queued:
+        if queued and there.get(split, digest) != digest:
             raise ConfigError(
-                f"jobs of this run folder are still queued or running ({', '.join(queued)}), and {rows_of} have "
+                f"jobs of this run folder are still queued or running ({', '.join(queued)}), and {rows_of_split} have "
                 "changed since they were submitted",
                 where=str(folder.folder),
                 do="set them back, or run `pipeline cancel` first, or give another output_dir",
             )
 
 
-def _trained_on(settings: PipelineConfig, split: str) -> list[str]:
-    """Names of the trainings on a split that have something to show."""
+def _trained_on_others(settings: PipelineConfig, split: str, digest: str) -> list[str]:
+    """Names of the trainings on a split that have something to show for other rows."""
     every = [stage for experiment in experiments_of(settings) for stage in experiment.stages]
     return [
         stage_name(stage)
         for stage in every
-        if stage.settings.train.split == split
-        and ((stage.settings.output_dir / ADAPTER).exists() or last_checkpoint(stage.settings.output_dir) is not None)
+        if stage.settings.train.split == split and rows_of(stage.settings.output_dir) not in (None, digest)
     ]

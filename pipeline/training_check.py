@@ -47,7 +47,7 @@ def check_training(settings: PipelineConfig, finished: Collection[str]) -> None:
                     _check_settings(stage, model)
                     _check_adapter(stage, made, _elsewhere(experiments, experiment, finished), model)
                     _check_folder(stage, made)
-                made[stage.settings.output_dir / ADAPTER] = stage
+                made[_adapter_of(stage)] = stage
     in_fp8 = [stage for stage in todo if stage.settings.train.quantization == "fp8"]
     if in_fp8:
         with _named(in_fp8[0]):
@@ -129,12 +129,17 @@ def _check_metric(settings: PipelineConfig) -> None:
     require_given(metric, split, read_split(settings.data, split).records)
 
 
+def _adapter_of(stage: Stage) -> Path:
+    """Where a stage saves its adapter; a configuration may spell the folder in several ways."""
+    return (stage.settings.output_dir / ADAPTER).absolute().resolve()
+
+
 def _elsewhere(
     experiments: Collection[Experiment], this: Experiment, finished: Collection[str]
 ) -> Mapping[Path, Stage]:
     """The adapters that stages of other experiments are still to make."""
     return {
-        stage.settings.output_dir / ADAPTER: stage
+        _adapter_of(stage): stage
         for experiment in experiments
         if experiment is not this
         for stage in experiment.stages
@@ -149,12 +154,13 @@ def _check_adapter(stage: Stage, made: Mapping[Path, Stage], elsewhere: Mapping[
     train = stage.settings.train
     if train.adapter is None:
         return
-    if train.adapter in made:
-        _check_same_lora(made[train.adapter], stage, model)
+    place = train.adapter.absolute().resolve()
+    if place in made:
+        _check_same_lora(made[place], stage, model)
         return
     advice = "set train.adapter to an adapter's folder"
-    if train.adapter in elsewhere:
-        other = elsewhere[train.adapter].label
+    if place in elsewhere:
+        other = elsewhere[place].label
         advice = f"{other} makes it, and experiments do not wait for each other: train it first, or make this its stage"
     require_adapter(train.adapter, advice)
     require_same(model, train.lora, train.adapter)
@@ -182,7 +188,7 @@ def _check_same_lora(before: Stage, stage: Stage, model: Any) -> None:
 def _check_folder(stage: Stage, made: Mapping[Path, Stage]) -> None:
     """The run folder holds this run or none. What it started from is not compared while that is still to be made."""
     job = job_of(stage.settings, from_cache=True)
-    if job.train.adapter is None or job.train.adapter not in made:
+    if job.train.adapter is None or job.train.adapter.absolute().resolve() not in made:
         find_run(job.output_dir, job.settings(), resume=job.train.resume)
 
 

@@ -6,6 +6,7 @@ this program does not know is refused: PEFT passes over one that it does not kno
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +77,9 @@ def not_continued(settings: Settings) -> list[str]:
     """Settings under which training the adapter further here would not be the training that it began with."""
     kind = settings.get("peft_type")
     found = [] if kind == "LORA" else [f"peft_type: {kind!r} there, 'LORA' is needed"]
-    foreign = {name: value for name, value in settings.items() if name not in _CONTINUED and not _is_neutral(value)}
+    foreign = {
+        name: value for name, value in settings.items() if name not in _CONTINUED and not _is_neutral(name, value)
+    }
     start = settings.get("init_lora_weights")
     if start not in (*_DRAWN, "orthogonal"):  # they moved a part of the base into the adapter
         foreign["init_lora_weights"] = start
@@ -108,7 +111,7 @@ def _variants(settings: Settings, base: Base) -> list[_Finding]:
     works_on = {"use_dora": ("none", "nf4"), "target_parameters": ("none", "nf4"), "velora_config": ("none", "fp8")}
     found = []
     for name, value in settings.items():
-        if name in {*_PLAIN, "loftq_config", "lora_bias"} or _is_neutral(value):
+        if name in {*_PLAIN, "loftq_config", "lora_bias"} or _is_neutral(name, value):
             continue
         if name not in works_on:
             found.append((f"{name}: {value!r} is not supported here", _WITH_PEFT))
@@ -123,6 +126,14 @@ def _merged(settings: Settings, merging: bool) -> list[_Finding]:
     return [("lora_bias: True cannot be merged: the model's layers have no bias", "use the adapter without merging it")]
 
 
-def _is_neutral(value: object) -> bool:
-    """As PEFT writes a setting that is off."""
-    return not value or value == "none"
+def _is_neutral(name: str, value: object) -> bool:
+    """As PEFT writes a setting that is off; a later version may have some that this program does not know."""
+    return not value or value == "none" or (name in (defaults := _defaults()) and defaults[name] == value)
+
+
+@functools.cache
+def _defaults() -> Settings:
+    from peft import LoraConfig
+
+    defaults: Settings = LoraConfig().to_dict()
+    return defaults

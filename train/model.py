@@ -24,6 +24,7 @@ from train.sharding import PLAN, gather_in_forward, is_sharded, loading_argument
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VISION_TOWER = "visual"
+RECOMPILE_LIMIT = 32
 
 
 def training_device(config: TrainConfig) -> torch.device:
@@ -61,6 +62,9 @@ def prepare_for_training(model: Any, config: TrainConfig, device: torch.device) 
     scale_between(model)
     wanted = config.torch_compile if config.torch_compile is not None else device.type == "cuda"
     if wanted:
+        # All layers share one limit. Two kinds of them have more than 8 graphs in training, evaluation and generation.
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
         for layer in model.get_base_model().model.language_model.layers:
             layer.compile()
 

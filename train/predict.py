@@ -16,7 +16,7 @@ from train.adapter import NO_ADAPTER
 from train.adapter_settings import require_usable
 from train.chat import ChatEncoder
 from train.config import EvalConfig, TrainConfig
-from train.generate import answer_text, greedy
+from train.generate import answer_texts, greedy
 from train.lora import load_adapter
 from train.model import load_full_model, training_device
 from train.sample import SampleImage, make_sample, widen
@@ -59,7 +59,7 @@ def predict(
             **{name: tensor.to(device) for name, tensor in inputs.items()},
             **greedy(encoder.tokenizer, evaluation.max_new_tokens),
         )
-    return answer_text(encoder.tokenizer, output[0, inputs["input_ids"].shape[1] :].tolist())
+    return answer_texts(encoder.tokenizer, output[:, inputs["input_ids"].shape[1] :].tolist())[0]
 
 
 def _inputs(

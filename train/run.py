@@ -13,6 +13,7 @@ import torch
 
 from cache.atomic import write_text
 from cache.bad_records import list_rejected
+from cache.content import rows_digest
 from cache.errors import StoppedError
 from cache.progress import Progress, Silent
 from cache.vision_tower import VisionTower
@@ -72,7 +73,8 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
         require_adapter(job.train.adapter, "train the stage before first, or set train.adapter to an adapter's folder")
     arguments = training_arguments(job.train, job.output_dir, evaluate=evaluate)
     asked = AskedOfAny(should_stop)
-    checkpoint = open_run(job.output_dir, job.settings(), resume=job.train.resume)
+    rows = rows_digest(job.data, job.train.split)
+    checkpoint = open_run(job.output_dir, job.settings(), rows, resume=job.train.resume)
     if resolved_config is not None and arguments.process_index == 0:
         write_text(job.output_dir / CONFIG_FILE, resolved_config)
     data = asked.prepare(lambda stoppable: _read(job, arguments, stoppable, evaluate=evaluate), progress)
@@ -90,7 +92,7 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
         return None
     adapter = job.output_dir / ADAPTER
     save_folder(adapter, trainer.save_adapter)
-    write_run(job.output_dir, job.settings(), finished=job.length())
+    write_run(job.output_dir, job.settings(), rows, finished=job.length())
     return adapter
 
 

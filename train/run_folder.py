@@ -4,7 +4,7 @@ config.yaml            the resolved configuration, for the record
 checkpoint-STEP/       transformers.Trainer's checkpoints
 metrics.jsonl          one line a log, evaluation or end
 adapter/               the final adapter, loadable by PeftModel.from_pretrained
-run.json               settings that decide the result, and whether the run is finished
+run.json               settings and rows that decide the result, and whether the run is finished
 """
 
 from __future__ import annotations
@@ -32,15 +32,34 @@ def last_checkpoint(folder: Path) -> Path | None:
     return next((path for path in found if _step_of(path) >= 0 and _is_complete(path)), None)
 
 
-def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
+def open_run(folder: Path, settings: dict[str, Any], rows: str, *, resume: bool) -> Path | None:
     """Check that the folder holds this run or none, note the run in it, and find the checkpoint to go on from.
 
-    Raises as find_run.
+    Args:
+        rows: digest of the rows that are trained on.
+
+    Raises:
+        ConfigError: see find_run; also where the run in the folder was trained on other rows.
     """
     checkpoint = find_run(folder, settings, resume=resume)
+    trained_on = rows_of(folder)
+    if trained_on not in (None, rows):
+        raise ConfigError(
+            "the rows of the training split have changed since the run in this folder began",
+            where=str(folder),
+            do="give another output_dir (with cache.dir the cache is still used), or set the rows back",
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    write_run(folder, settings, finished=read_run(folder).get("finished"))
+    write_run(folder, settings, rows, finished=read_run(folder).get("finished"))
     return checkpoint
+
+
+def rows_of(folder: Path) -> str | None:
+    """Digest of the rows that the run in a folder has been trained on; None before its first checkpoint or unknown."""
+    if last_checkpoint(folder) is None and not (folder / ADAPTER).exists():
+        return None
+    rows = read_run(folder).get("rows")
+    return rows if isinstance(rows, str) else None
 
 
 def find_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
@@ -87,9 +106,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write_run(folder: Path, settings: dict[str, Any], *, finished: dict[str, float] | None) -> None:
+def write_run(folder: Path, settings: dict[str, Any], rows: str, *, finished: dict[str, float] | None) -> None:
     """Write run.json; `finished` is the length of a finished run."""
-    content = {"settings": settings, "finished": finished}
+    content = {"settings": settings, "rows": rows, "finished": finished}
     write_text(folder / RUN_FILE, json.dumps(content, indent=1, sort_keys=True))
 
 

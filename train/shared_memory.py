@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,26 +16,26 @@ from cache.errors import ResourceError
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the kernel keeps it)
 
 
-def require_room(step_bytes: int, *, num_workers: int, prefetch_factor: int, processes: int) -> None:
+def require_room(ahead: Sequence[tuple[int, int]], *, processes: int) -> None:
     """Check that the steps which workers prepare ahead fit. A worker that finds no room dies of SIGBUS, unexplained.
 
     Args:
-        step_bytes: of the features of a process's share of a step, the largest.
-        num_workers, prefetch_factor: of each process's loader; the steps ahead are their product.
-        processes: of this node, which share its memory.
+        ahead: of each loader of a process, how many steps, and bytes of the largest one's features.
+        processes: of this node, which share its memory; all of them ask before any has a worker.
 
     Raises:
         ResourceError: they do not fit.
     """
-    if not num_workers or not SHARED_MEMORY.is_dir():
+    needed = processes * sum(steps * step_bytes for steps, step_bytes in ahead)
+    if not needed or not SHARED_MEMORY.is_dir():
         return
-    ahead = num_workers * prefetch_factor
-    needed, free = ahead * step_bytes * processes, shutil.disk_usage(SHARED_MEMORY).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if needed <= free:
         return
+    steps, largest = sum(count for count, _ in ahead), max(step_bytes for _, step_bytes in ahead)
     others = f" in each of {processes} processes" if processes > 1 else ""
     raise ResourceError(
-        f"{ahead} steps of up to {step_bytes / 1e9:.2f} GB of features are prepared ahead{others}, which takes "
+        f"{steps} steps of up to {largest / 1e9:.2f} GB of features are prepared ahead{others}, which takes "
         f"{needed / 1e9:.2f} GB of shared memory; {free / 1e9:.2f} GB are free",
         where=str(SHARED_MEMORY),
         do="give the container more (docker run --shm-size, or --ipc=host), lower train.dataloader_num_workers or "

@@ -18,7 +18,6 @@ from train.order import Order, epoch_order
 from train.pack import Pack, build_pack
 from train.prefix_tree import Symbols, sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
-from train.shared_memory import require_room
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
 
@@ -236,26 +235,9 @@ class StepLoader(DataLoader[Step]):
 
 
 def make_loader(
-    dataset: StepDataset,
-    *,
-    num_workers: int,
-    pin_memory: bool,
-    prefetch_factor: int,
-    persistent_workers: bool,
-    processes: int = 1,
+    dataset: StepDataset, *, num_workers: int, pin_memory: bool, prefetch_factor: int, persistent_workers: bool
 ) -> StepLoader:
-    """A loader over a dataset of steps; arguments as in torch's DataLoader.
-
-    Args:
-        processes: of this node, each of which has a loader like this one.
-
-    Raises:
-        ResourceError: the node's shared memory does not hold what the workers prepare ahead.
-    """
-    if num_workers:
-        require_room(
-            dataset.largest_step_bytes, num_workers=num_workers, prefetch_factor=prefetch_factor, processes=processes
-        )
+    """A loader over a dataset of steps; arguments as in torch's DataLoader."""
     return StepLoader(
         dataset,
         batch_sampler=StepSampler(len(dataset)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from train.evaluate import weighted_loss
 from train.features import features_on
 from train.loss import pack_loss
 from train.sharding import average_gradients
+from train.shared_memory import require_room
 from train.stage_losses import StageLosses
 from train.step import Step, StepDataset, StepLoader, make_loader
 from train.throughput import Throughput
@@ -37,6 +38,9 @@ class StepTrainer(Trainer):
         train_steps, eval_steps: the data.
         tower: for the live path only.
         generation_metrics: called at each evaluation, adds to its metrics.
+
+    Raises:
+        ResourceError: the node's shared memory does not hold what the workers prepare ahead.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class StepTrainer(Trainer):
             model=model, args=args, train_dataset=train_steps, eval_dataset=eval_steps, callbacks=callbacks or []
         )
         self.args.save_strategy = saving
+        self._require_shared_memory([train_steps, eval_steps])
         self._tower = tower
         self._generation_metrics = generation_metrics
         self._throughput = Throughput(self.args.device)
@@ -80,8 +85,13 @@ class StepTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor or 2,
             persistent_workers=self.args.dataloader_persistent_workers,
-            processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # torchrun's word for it
         )
+
+    def _require_shared_memory(self, datasets: Sequence[StepDataset | None]) -> None:
+        """Before any worker is started: later, what the others hold would be counted twice."""
+        ahead = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
+        asked = [(min(ahead, len(one)), one.largest_step_bytes) for one in datasets if one is not None and ahead]
+        require_room(asked, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # torchrun's word for it
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples in an epoch, for Trainer's own log."""

@@ -177,6 +177,16 @@ def test_stages_make_each_others_adapters(settings: Callable[..., PipelineConfig
     assert "a/two makes it, and experiments do not wait for each other" in message
 
 
+def test_a_stage_may_spell_the_folder_of_the_one_before_otherwise(
+    settings: Callable[..., PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for spelled in ("run/a/one/adapter", str(tmp_path / "link" / "run" / "a" / "one" / "adapter")):
+        stages = {"one": {}, "two": {"train": {"adapter": spelled}}}
+        check_training(settings(experiments={"a": {"stages": stages}}), ())
+
+
 def test_a_finished_stage_is_not_asked_about(settings: Callable[..., PipelineConfig]) -> None:
     wrong = {"train": {"adapter": "/no/such/adapter"}}
     config = settings(experiments={"a": wrong, "b": {}})

@@ -66,11 +66,27 @@ def test_rows_that_something_was_trained_on_are_not_exchanged(
     for options in ([], ["--dry-run"]):
         refused = verb("submit", "--config", own_rows, *options)
         assert refused.code == 2
-        assert f"the rows of split train ({tmp_path}/train.jsonl) have changed since they were submitted" in refused.err
-        assert "there is training on them already: train\n  What to do: give another output_dir" in refused.err
+        changed = f"the rows of split train ({tmp_path}/train.jsonl) have changed since they were trained on: train\n"
+        assert f"{changed}  What to do: give another output_dir" in refused.err
 
     features = tmp_path / "run" / "features"
     elsewhere = ["--set", f"output_dir={tmp_path}/other", "--set", f"cache.dir={features}", "--dry-run"]
     assert verb("submit", "--config", own_rows, *elsewhere).out.endswith("1. train\n2. eval, after train\n")
     (tmp_path / "train.jsonl").write_bytes(whole)
     assert verb("submit", "--config", own_rows).out.startswith("1. eval\n")
+
+
+def test_rows_that_were_corrected_before_training_read_them_are_those_that_count(
+    cluster: Cluster, verb: Callable[..., Any], own_rows: Path, tmp_path: Path
+) -> None:
+    assert verb("submit", "--config", own_rows).code == 0
+    jobs = jobs_of(own_rows)
+    _drop_last(tmp_path / "train.jsonl")  # while all jobs wait
+    for words in (["cache", "--split", "train"], ["cache", "--split", "val"], ["train", "--from-cache"]):
+        assert verb(*words, "--config", own_rows).code == 0  # as the jobs would
+    cluster.client("scancel", *jobs.values())
+    cluster.wait(list(jobs.values()))
+
+    again = verb("submit", "--config", own_rows)
+
+    assert again.out.startswith("1. eval\n"), again.err

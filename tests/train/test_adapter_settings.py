@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from cache.config import ModelConfig
 from cache.errors import ConfigError
+from train import adapter_settings
 from train.adapter_settings import require_usable
 from train.config import LoraConfig as OurLora
 from train.config import TrainConfig
@@ -184,6 +185,17 @@ def test_what_would_mean_something_else_is_refused(
 
     assert message in refused.value.what
     assert refused.value.where == str(adapter / "adapter_config.json")
+
+
+def test_settings_of_a_later_peft_that_are_off_are_no_obstacle(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {**adapter_settings._defaults(), "some_group_size": 16}
+    monkeypatch.setattr(adapter_settings, "_defaults", lambda: defaults)
+
+    require_usable(written(some_group_size=16), "none", "")
+    with pytest.raises(ConfigError, match="some_group_size: 32 is not supported here"):
+        require_usable(written(some_group_size=32), "none", "")
 
 
 def test_plain_lora_is_usable_on_every_base(written: Callable[..., Path]) -> None:

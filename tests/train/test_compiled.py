@@ -85,14 +85,14 @@ def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: boo
     model.train()
     dice = np.random.default_rng(0)
 
-    def run(count: int) -> set[int]:
+    def run(count: int, *, learn: bool = not blocks) -> set[int]:  # flex_attention has no backward on a CPU
         lengths = set()
         for _ in range(count):
             token = model.config.image_token_id
             pack, features = _pack(_samples(dice, token), token, blocks=blocks)
-            with torch.set_grad_enabled(not blocks):  # flex_attention has no backward on a CPU
+            with torch.set_grad_enabled(learn):
                 loss = pack_loss(model, pack, features)
-            if not blocks:
+            if learn:
                 loss.backward()
             lengths.add(pack.input_ids.shape[1])
         return lengths
@@ -104,3 +104,13 @@ def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: boo
         assert len(run(8)) > 4
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
+
+    if blocks or checkpointing:
+        return
+    # An evaluation between two epochs has graphs of its own; they must not use up the room of those for training.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        model.eval()
+        run(3, learn=False)
+        model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=3, pad_token_id=0)
+        model.train()
+        run(3)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from cache.build import CacheBuilder
 from cache.config import ModelConfig
 from cache.errors import ConfigError, StoppedError
+from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.config import TrainConfig
 from train.model import load_language_model
+from train.run import run_training
 
-from .conftest import Run, job_of
+from .conftest import Run, job_of, stop_in_step
 
 SETTINGS = {"effective_batch_size": 5, "num_train_epochs": 2, "learning_rate": 3e-3}
 STEPS = 16  # 37 rows in steps of 5, two epochs
@@ -148,6 +151,27 @@ def test_qlora_quantizes_the_language_model_and_learns(run_cached: Callable[...,
     assert len(kinds) == 4 * 7
     assert set(kinds.values()) == {"Linear4bit"}
     assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_rows_that_changed_under_a_run_are_refused(
+    data_dir: Path, make_config: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
+    rows = tmp_path / "train.jsonl"
+    whole = (data_dir / "train.jsonl").read_text()
+    rows.write_text(whole)
+    data = {"splits": {"train": str(rows)}, "image_root": str(data_dir)}
+    config = make_config({}, data=data, train={"max_steps": 3, "eval_split": None})
+    CacheBuilder(config.model, config.data, config.cache, config.cache_dir).run("train", Silent())
+    with pytest.raises(StoppedError, match="after step 2"):
+        run_training(job_of(config), Silent(), stop_in_step(config.output_dir, 2))
+
+    rows.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(ConfigError, match=r"(?s)rows of the training split have changed.*another output_dir"):
+        run_training(job_of(config), Silent())
+
+    rows.write_text(whole)
+    run_training(job_of(config), Silent())
+    assert list(Run(config.output_dir).losses()) == [1, 2, 3]
 
 
 def test_settings_of_the_data_belong_to_the_run(

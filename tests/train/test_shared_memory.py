@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 from cache.errors import ResourceError
 from cache.features import VisionFeatures
-from train import shared_memory
+from train import shared_memory, trainer
 from train.features import CachedImage
 from train.shared_memory import give_back, require_room
+
+from .conftest import Run
 
 MB = 1 << 20
 
@@ -27,27 +30,41 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_what_fits_is_let_through(free: int) -> None:
-    require_room(free // 100, num_workers=2, prefetch_factor=2, processes=2)
-    require_room(10 * free, num_workers=0, prefetch_factor=2, processes=1)
+    require_room([(4, free // 100), (2, free // 100)], processes=2)
+    require_room([], processes=8)
 
 
 def test_what_does_not_fit_is_refused_with_figures(free: int) -> None:
     with pytest.raises(
-        ResourceError, match=r"4 steps of up to .* GB of features.*are free\n.*--shm-size.*num_workers: 0"
+        ResourceError, match=r"5 steps of up to .* GB of features.*are free\n.*--shm-size.*num_workers: 0"
     ):
-        require_room(free // 2, num_workers=2, prefetch_factor=2, processes=1)
+        require_room([(4, free // 5), (1, free // 2)], processes=1)
 
 
 def test_the_processes_of_a_node_share_it(free: int) -> None:
-    require_room(free // 8, num_workers=1, prefetch_factor=2, processes=1)
+    require_room([(2, free // 8)], processes=1)
     with pytest.raises(ResourceError, match="in each of 8 processes"):
-        require_room(free // 8, num_workers=1, prefetch_factor=2, processes=8)
+        require_room([(2, free // 8)], processes=8)
+
+
+def test_training_asks_once_before_it_has_workers(
+    run_cached: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(trainer, "require_room", lambda ahead, processes: asked.append(ahead))
+    settings = {"eval_split": "val", "dataloader_num_workers": 2, "num_train_epochs": 2}
+
+    run = run_cached("run", effective_batch_size=16, **settings)
+
+    assert max(run.losses()) == 6
+    assert [[steps for steps, _ in ahead] for ahead in asked] == [[3, 1]], "never more ahead than there are steps"
+    assert all(step_bytes > 0 for _, step_bytes in asked[0])
 
 
 def test_where_there_is_no_such_folder_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "none")
 
-    require_room(1 << 60, num_workers=2, prefetch_factor=2, processes=1)
+    require_room([(4, 1 << 60)], processes=1)
 
 
 def _shared(size: int) -> torch.Tensor:
