@@ -162,7 +162,8 @@ def _launched(script: Script, settings: SlurmConfig) -> tuple[Word, ...]:
         f"--nproc-per-node={script.processes_per_node}",
         "--rdzv-backend=c10d",
         Verbatim('--rdzv-id="$SLURM_JOB_ID"'),
-        Verbatim('--rdzv-endpoint="$head_node:$((20000 + SLURM_JOB_ID % 20000))"'),
+        # Below the ports that the kernel hands to clients, which begin at 32768.
+        Verbatim('--rdzv-endpoint="$head_node:$((20000 + SLURM_JOB_ID % 12000))"'),
         "--no-python",
         *script.command,
     )
