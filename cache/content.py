@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cache.arrow_rows import ArrowRows, open_folder_or_file
 from cache.config import DataConfig
+from cache.dataset import require_hub_id, section_of
 from cache.errors import DataError
 
 
@@ -17,12 +18,14 @@ def rows_digest(data: DataConfig, split: str) -> str:
     A hub dataset counts by its name: what stands behind that is the hub's.
 
     Raises:
+        ConfigError: there is no such split.
         DataError: the rows cannot be read.
     """
-    section = data.splits[split]
+    section = section_of(data, split)
     path = Path(section.path).expanduser()
     wanted = section.hub_split or split
     if not path.exists():
+        require_hub_id(section)
         return f"hub:{section.path}:{wanted}"
     if path.is_dir() or path.suffix.lower() == ".parquet":
         return _digest_of(open_folder_or_file(path, wanted))

@@ -87,9 +87,7 @@ def read_split(data: DataConfig, split: str) -> SplitRecords:
             (`on_bad_record: fail`), or more than `max_bad_share` of them cannot (`on_bad_record: report`).
         ReadError: the file is there, and the file system does not give it.
     """
-    if split not in data.splits:
-        raise ConfigError(f"unknown split {split!r}", where="data.splits", do=f"use one of: {', '.join(data.splits)}")
-    path = data.splits[split].path
+    path = section_of(data, split).path
     rows = _open(data, split)
     records: list[Record] = []
     rejected: list[Rejection] = []
@@ -136,6 +134,17 @@ def require_few(rejected: Sequence[Rejection], total: int, data: DataConfig, pat
         raise DataError(f"the dataset has no usable record{first}", where=path, do="check the file")
 
 
+def section_of(data: DataConfig, split: str) -> SplitConfig:
+    """The settings of a split.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    if split not in data.splits:
+        raise ConfigError(f"unknown split {split!r}", where="data.splits", do=f"use one of: {', '.join(data.splits)}")
+    return data.splits[split]
+
+
 def _open(data: DataConfig, split: str) -> _Rows:
     section = data.splits[split]
     path = Path(section.path).expanduser()
@@ -155,13 +164,22 @@ def _open(data: DataConfig, split: str) -> _Rows:
     return _Rows(name, rows, ImageRoot(root) if root else None, arrow)
 
 
-def _open_hub(section: SplitConfig, wanted: str) -> ArrowRows:
+def require_hub_id(section: SplitConfig) -> None:
+    """Check that what is no file or folder here may be a dataset of the hub.
+
+    Raises:
+        DataError: it is a path.
+    """
     if not _HUB_ID.fullmatch(section.path) or section.path.lower().endswith(_SUFFIXES):
         raise DataError(
             f"there is no such file or folder (looked for {Path(section.path).expanduser().absolute()})",
             where=section.path,
             do="correct data.splits; paths are relative to the working directory, hub ids are written org/name",
         )
+
+
+def _open_hub(section: SplitConfig, wanted: str) -> ArrowRows:
+    require_hub_id(section)
     return open_hub_dataset(section.path, wanted)
 
 

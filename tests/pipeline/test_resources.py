@@ -74,8 +74,9 @@ def test_a_disk_too_small_is_told_before_anything_is_spent(
     result = run("cache", "--config", config(ROW), "--split", "train")
 
     result.check_refusal(5, "GB are needed", "free some space")
-    # But for the note of what was hashed, so that it need not be hashed again.
-    assert [file.parent.name for file in (tmp_path / "run").rglob("*") if file.is_file()] == ["scans"]
+    # But for the note of what was hashed, so that it need not be hashed again, and the manifest that says whose it is.
+    left = [file.relative_to(tmp_path / "run" / "features") for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert sorted("/".join(file.parts[1:]) for file in left) == ["manifest.json", "scans/train.json"]
 
 
 @pytest.mark.parametrize(
