@@ -1,4 +1,4 @@
-"""The rows that a chain trains on must stay those that it was submitted with."""
+"""Rows must stay those that something was trained on, and, while a chain is at work, those it was submitted with."""
 
 from __future__ import annotations
 
