@@ -28,7 +28,7 @@ def batches(images: Iterable[Pixels], cache: CacheConfig) -> Iterator[list[Pixel
     batch: list[Pixels] = []
     shape, held = None, 0
     for pixels in images:
-        patches = pixels.patches.shape[0]
+        patches = pixels.num_patches
         its_shape = tuple(pixels.image_grid_thw.tolist())
         if batch and (budget is None or its_shape != shape or held + patches > budget):
             yield batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cache.errors import DataError, StoppedError
 from cache.features import VisionFeatures
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
 from cache.formats import FORMATS
+from cache.image_processor_choice import require_gpu
 from cache.manifest import (
     Manifest,
     RefusedImage,
@@ -34,14 +35,14 @@ from cache.manifest import (
     save_split,
 )
 from cache.parts import WHOLE, Part
-from cache.patches import Normalizer
-from cache.pixels import Pixels, load_pixels
+from cache.pixels import Pixels, load_pixels, values_on
 from cache.plan import Plan, make_plan
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
+from cache.records import ImageRef
 from cache.salvage import take_up
 from cache.scan_note import ScanNote
-from cache.vision_tower import VisionTower
+from cache.vision_tower import VisionTower, resolve_device
 from cache.writer import CacheWriter
 
 ShouldStop = Callable[[], bool]
@@ -219,6 +220,7 @@ class CacheBuilder:
         self, plan: Plan, results: CopyBack, progress: Progress, should_stop: ShouldStop
     ) -> dict[str, DataError]:
         """Encode what is to do; returns the images that could not be decoded, by path."""
+        require_gpu(self.processor.device, resolve_device(self._cache.device))
         encode: _Encoder | None = None  # loaded for the first image that can be decoded
         broken: dict[str, DataError] = {}
         progress.start("encoding images", len(plan.todo), "image")
@@ -236,7 +238,7 @@ class CacheBuilder:
                         reject_images(plan.records, paths, self._data)
                     broken |= paths
             if decoded:
-                encode = encode or self._encoder()
+                encode = encode or self._encoder(refs)
                 results.add([todo[pixels.index][0] for pixels in decoded], encode(decoded))
             progress.advance(len(batch))
             if should_stop():
@@ -244,12 +246,10 @@ class CacheBuilder:
         progress.finish()
         return broken
 
-    def _encoder(self) -> _Encoder:
+    def _encoder(self, refs: Sequence[tuple[str, ImageRef]]) -> _Encoder:
         tower = VisionTower.load(self._model, self._cache, weights=self._weights)
-        normalize = Normalizer(self.processor, tower.device)
-        return lambda batch: tower.encode(
-            [normalize(pixels.patches) for pixels in batch], [pixels.image_grid_thw for pixels in batch]
-        )
+        values = values_on(tower.device, refs, self.processor)
+        return lambda batch: tower.encode([values(pixels) for pixels in batch], [p.image_grid_thw for p in batch])
 
     def _save_split(
         self, plan: Plan, broken: dict[str, DataError], list_rejected_in: Path | None = None

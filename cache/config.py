@@ -128,6 +128,10 @@ class CacheConfig(Section):
     image_processor_backend: Literal["auto", "pil", "torchvision"] = "auto"
     """Which implementation of the image processor runs. They differ in the last bits, so it is part of the fingerprint.
     `auto`: torchvision where it is installed, else PIL; when reading, whichever made the cache."""
+    image_processor_device: Literal["cpu", "cuda"] = "cpu"
+    """Where images are resized and cut into patches, also on the live path. `cuda`: worker processes only decode, and
+    the torchvision image processor does the rest on the tower's GPU. The last bits differ, so `cuda` is part of the
+    fingerprint."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention of the vision tower."""
     tower: Literal["stock", "fast"] = "stock"

@@ -16,6 +16,9 @@ FORMAT_VERSION = 1
 # Written by transformers into a config without any bearing on the numbers, or stated by a field of their own.
 _NOT_NUMBERS = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "_attn_implementation"}
 
+# Fields that came later, and are left out where they say this: older caches keep their names.
+_LEFT_OUT = {"processor.device": "cpu"}
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -62,11 +65,11 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint, *, ignore: frozenset[str] = frozenset()) -> list[str]:
         """One line for each field that differs: what the cache has (self), what is asked for (other)."""
-        names = sorted((self.fields.keys() | other.fields.keys()) - ignore)
+        mine, others = _LEFT_OUT | self.fields, _LEFT_OUT | other.fields
         return [
-            f"{name}: {self.fields.get(name)!r} in the cache, {other.fields.get(name)!r} asked for"
-            for name in names
-            if self.fields.get(name) != other.fields.get(name)
+            f"{name}: {mine.get(name)!r} in the cache, {others.get(name)!r} asked for"
+            for name in sorted((mine.keys() | others.keys()) - ignore)
+            if mine.get(name) != others.get(name)
         ]
 
 

@@ -71,5 +71,5 @@ def _table(processor: ImageProcessor) -> torch.Tensor:
     shape = (len(numbers), _CHANNELS, -1)
     table = torch.empty(_CHANNELS, _BYTES)
     for channel in range(_CHANNELS):
-        table[channel, raw.view(shape)[:, channel].flatten().long()] = numbers.view(shape)[:, channel].flatten()
+        table[channel, raw.view(shape)[:, channel].flatten().long()] = numbers.view(shape)[:, channel].flatten().float()
     return table

@@ -6,6 +6,7 @@ What is added here is a clear error for everything that cannot be used, and limi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from PIL import ExifTags, Image
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, DataError
 from cache.image_formats import as_data_error, open_image
+from cache.image_processor_choice import any_gpu, available_backend
 
 if TYPE_CHECKING:
     import torch
@@ -108,14 +110,16 @@ class ImageProcessor:
 
     Attributes:
         backend: "pil" or "torchvision".
+        device: "cpu", or "cuda" where images are resized on a GPU (see cache.gpu_resize).
         min_pixels, max_pixels: height * width to which smaller images are enlarged and larger ones reduced.
         patch_size, temporal_patch_size: extent of a patch in pixels and in frames (an image is repeated to fill them).
         merge_size: the tower merges merge_size x merge_size patches into one token.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, device: str = "cpu") -> None:
         """Wrap a loaded `Qwen2VLImageProcessor` (either backend); `from_checkpoint` checks that it is one."""
         self._processor = processor
+        self.device = device
         self.backend: str = processor.backend
         self.min_pixels = int(processor.size["shortest_edge"])
         self.max_pixels = int(processor.size["longest_edge"])
@@ -130,14 +134,16 @@ class ImageProcessor:
         Args:
             model: `name_or_path` and `revision`.
             cache: `min_pixels` and `max_pixels` override the checkpoint's limits when given;
-                `image_processor_backend` "auto" is torchvision where it is installed, else PIL.
+                `image_processor_backend` "auto" is torchvision where it is installed, else PIL. No GPU has to be
+                there for `image_processor_device` "cuda" until an image is processed.
 
         Raises:
-            ConfigError: no processor settings, another kind of processor, a missing backend, min_pixels > max_pixels.
+            ConfigError: no processor settings, another kind of processor, a missing backend, min_pixels > max_pixels,
+                "cuda" without torchvision.
         """
-        processor = _load(model, _available_backend(cache.image_processor_backend))
+        processor = _load(model, available_backend(cache.image_processor_backend, cache.image_processor_device))
         _override_size(processor, cache, model.name_or_path)
-        return cls(processor)
+        return cls(processor, cache.image_processor_device)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -154,7 +160,17 @@ class ImageProcessor:
             "resample": _resample_name(own.resample),
             "rescale_factor": float(own.rescale_factor),
         }
+        if self.device != "cpu":  # left out otherwise: caches from before there was a choice keep their name
+            values["device"] = self.device
         return dict(sorted(values.items()))
+
+    def __eq__(self, other: object) -> bool:
+        """Equal ones give equal numbers."""
+        return isinstance(other, ImageProcessor) and self.settings == other.settings
+
+    def __hash__(self) -> int:
+        """Of the settings."""
+        return hash(json.dumps(self.settings))
 
     def grid_of(self, height: int, width: int, *, where: str | None = None) -> tuple[int, int, int]:
         """Find an image's grid of patches from its size alone.
@@ -187,12 +203,15 @@ class ImageProcessor:
         t, h, w = map(int, grid)
         return t * h * w // self.merge_size**2
 
-    def __call__(self, image: Image.Image, *, where: str, **settings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, image: Image.Image | torch.Tensor, *, where: str | None, **settings: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Resize, normalize and cut one image into patches, by the stock processor.
 
         Args:
-            image: as `decode` gives it; `where` names it in errors.
-            settings: of the stock processor, in place of the checkpoint's, e.g. `do_resize=False`.
+            image: as `decode` gives it, or as cache.gpu_resize.decoded; `where` names it in errors.
+            settings: of the stock processor, in place of the checkpoint's, e.g. `do_resize=False`; `device` in place of
+                this processor's own, e.g. `torch.device("cuda:1")`.
 
         Returns:
             pixel_values: (P, C * temporal_patch_size * patch_size**2) float32, P = t * h * w patches.
@@ -200,24 +219,21 @@ class ImageProcessor:
 
         Raises:
             DataError: one side is more than 200 times the other.
+            ConfigError: it is to run on a GPU, and there is none.
         """
-        self.grid_of(image.height, image.width, where=where)
+        height, width = (image.height, image.width) if isinstance(image, Image.Image) else image.shape[-2:]
+        self.grid_of(height, width, where=where)
+        if self.device != "cpu" and "device" not in settings:
+            settings["device"] = any_gpu()
         batch = self._processor(images=[image], return_tensors="pt", **settings)
         return batch["pixel_values"], batch["image_grid_thw"][0]
 
+    def to_tensor(self, image: Image.Image) -> torch.Tensor:
+        """What the stock processor itself starts from: (3, H, W) uint8, a single transparent colour painted white."""
+        import torch
 
-def _available_backend(asked: str) -> str:
-    from transformers.utils import is_torchvision_available
-
-    if asked == "auto":
-        return "torchvision" if is_torchvision_available() else "pil"
-    if asked == "torchvision" and not is_torchvision_available():
-        raise ConfigError(
-            "torchvision is not installed",
-            where="cache.image_processor_backend: torchvision",
-            do="pip install torchvision, in the build that belongs to the installed torch; or set pil or auto",
-        )
-    return asked
+        pixels = self._processor.process_image(image, do_convert_rgb=self._processor.do_convert_rgb)
+        return torch.as_tensor(pixels).contiguous()
 
 
 def _load(model: ModelConfig, backend: str) -> Any:

@@ -39,6 +39,7 @@ _CACHE = (
     "storage_dtype",
     "min_pixels",
     "max_pixels",
+    "image_processor_device",
     "tower",
     "attn_implementation",
     "patches_per_batch",

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from cache.errors import DataError
 from cache.features import VisionFeatures
+from cache.image_processor_choice import require_gpu
 from cache.keys import image_key
 from cache.manifest import Manifest
 from cache.preprocess import ImageProcessor
@@ -146,6 +147,7 @@ def _encode(
     settings = job.cache.model_copy(update={"image_processor_backend": manifest.fingerprint["processor.backend"]})
     source = LiveSource(ImageProcessor.from_checkpoint(job.model, settings), job.cache.max_image_pixels)
     tower = VisionTower.load(job.model, job.cache)
+    require_gpu(job.cache.image_processor_device, tower.device)
     found = {}
     progress.start("encoding images again", len(images), "image")
     for image in images:

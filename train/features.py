@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch.utils.data import get_worker_info
 
 from cache.features import StoredFeatures, VisionFeatures, stored_features
+from cache.gpu_resize import decoded, pixel_values
 from cache.preprocess import ImageProcessor, decode
 from cache.quantize import restore
 from cache.reader import FeatureCache
@@ -66,7 +68,42 @@ class PixelImage:
         return PixelImage(self.pixel_values.pin_memory(), self.image_grid_thw)
 
 
-StepImage = CachedImage | PixelImage
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    """An image that is to be resized on the tower's GPU (cache.image_processor_device).
+
+    Attributes:
+        pixels: (3, H, W) uint8.
+        image_grid_thw: (3,) int64, of the resized image.
+        processor: what resizes it.
+        where: names it in errors.
+    """
+
+    pixels: torch.Tensor
+    image_grid_thw: torch.Tensor
+    processor: ImageProcessor
+    where: str
+
+    def pin_memory(self) -> DecodedImage:
+        """Page-locked copy."""
+        return replace(self, pixels=self.pixels.pin_memory())
+
+    def on(self, device: torch.device) -> PixelImage:
+        """Resized there."""
+        processor = _first_equal(self.processor)
+        return PixelImage(pixel_values(processor, self.pixels, device, where=self.where), self.image_grid_thw)
+
+
+@lru_cache(maxsize=4)
+def _first_equal(processor: ImageProcessor) -> ImageProcessor:
+    """The one that was used before: it has sent mean and standard deviation to the GPU already, which waits for it.
+
+    Every image from a worker comes with a copy of its own.
+    """
+    return processor
+
+
+StepImage = CachedImage | PixelImage | DecodedImage
 
 
 class FeatureSource(ABC):
@@ -106,7 +143,7 @@ class CachedSource(FeatureSource):
 
 
 class LiveSource(FeatureSource):
-    """Decodes and resizes the image itself, for the tower to run in the step."""
+    """Decodes the image itself, and resizes it unless a GPU does, for the tower to run in the step."""
 
     def __init__(self, processor: ImageProcessor, max_image_pixels: int) -> None:
         self._processor, self._limit = processor, max_image_pixels
@@ -117,7 +154,9 @@ class LiveSource(FeatureSource):
         """See FeatureSource."""
         where = image.ref.path
         picture = decode(image.ref.read(), where=where, max_image_pixels=self._limit)
-        return PixelImage(*self._processor(picture, where=where))
+        if self._processor.device == "cpu":
+            return PixelImage(*self._processor(picture, where=where))
+        return DecodedImage(*decoded(self._processor, picture, where=where), self._processor, where)
 
 
 def features_on(device: torch.device, images: Sequence[StepImage], tower: VisionTower | None) -> list[VisionFeatures]:
@@ -129,5 +168,6 @@ def features_on(device: torch.device, images: Sequence[StepImage], tower: Vision
         elif tower is None:
             raise TypeError("pixels need the vision tower; this run was set up without it")
         else:
-            found.extend(tower.encode([image.pixel_values], [image.image_grid_thw]))
+            ready = image.on(tower.device) if isinstance(image, DecodedImage) else image
+            found.extend(tower.encode([ready.pixel_values], [ready.image_grid_thw]))
     return found

@@ -9,6 +9,7 @@ import torch
 
 from cache.checkpoint import load_hf_config
 from cache.fingerprint import expected_fingerprint
+from cache.image_processor_choice import require_gpu
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.reader import FeatureCache
@@ -113,4 +114,5 @@ class Inputs:
 
 def load_tower(job: Job, device: torch.device) -> VisionTower:
     """The vision tower for the live path, on the training device."""
+    require_gpu(job.cache.image_processor_device, device)
     return VisionTower.load(job.model, job.cache.model_copy(update={"device": str(device)}))

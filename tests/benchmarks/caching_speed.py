@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.caching_speed --dir /a/fast/disk --tower fast
     python -m tests.benchmarks.caching_speed --dir /dev/shm/x --gpus 2 --tower fast
+    python -m tests.benchmarks.caching_speed --dir /dev/shm/x --tower fast --image-processor-device cuda
     python -m tests.benchmarks.caching_speed --dir somewhere --tiny        # on a CPU, to try the command
 
 JPEGs of 1036x1288 and a checkpoint with the 8B's tower (random weights, 1.2 GB) are made below --dir, where the cache
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--tower", default="stock", choices=["stock", "fast"])
     parser.add_argument("--batch", type=int, default=None, help="Images at once. Default: 8 for fast, 1 for stock.")
     parser.add_argument("--workers", type=int, default=4, help="cache.num_workers, for each process.")
+    parser.add_argument("--image-processor-device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--format", default="safetensors")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -89,6 +91,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, object]:
         "tower": arguments.tower,
         "num_workers": arguments.workers,
         "format": arguments.format,
+        "image_processor_device": arguments.image_processor_device,
         "patches_per_batch": None if batch == 1 else batch * PATCHES,
     }
     # Small shards so that a tiny run has several, as a large one has.
@@ -138,8 +141,9 @@ def plain_write_rate(folder: Path, size: int) -> float:
 
 
 def tower_rate(checkpoint: Path, section: dict[str, object], images: Path, batch: int) -> float:
-    """Images/s of the tower alone, pixels on its device: the median batch."""
-    model, cache = ModelConfig(name_or_path=str(checkpoint)), CacheConfig.model_validate(section)
+    """Images/s of the tower alone, pixels on its device, wherever they were resized: the median batch."""
+    model = ModelConfig(name_or_path=str(checkpoint))
+    cache = CacheConfig.model_validate(section | {"image_processor_device": "cpu"})
     processor = ImageProcessor.from_checkpoint(model, cache)
     tower = VisionTower.load(model, cache)
     normalize = Normalizer(processor, tower.device)
@@ -206,7 +210,8 @@ def report(arguments: argparse.Namespace, disk: float, tower: float, outcomes: l
     lines = [
         f"{device}, torch {torch.__version__}, transformers {transformers.__version__}; {arguments.images} images, "
         f"tower {arguments.tower}, {arguments.batch or _batch(arguments.tower)} at once, {arguments.workers} decoding "
-        f"processes for each GPU, {arguments.format}, below {arguments.dir}",
+        f"processes for each GPU, resized on {arguments.image_processor_device}, {arguments.format}, "
+        f"below {arguments.dir}",
         "",
         f"Plain write, flushed: {disk / 1e9:.2f} GB/s = {disk / size:.1f} images/s. Tower alone: {tower:.1f} images/s.",
         "",

@@ -28,7 +28,7 @@ def test_batches_keep_order_shape_and_budget(shapes: list[tuple[int, int, int]],
     assert [pixels.index for batch in found for pixels in batch] == list(range(len(shapes)))
     for batch in found:
         assert len({tuple(pixels.image_grid_thw.tolist()) for pixels in batch}) == 1
-        assert len(batch) == 1 or sum(pixels.patches.shape[0] for pixels in batch) <= (budget or 0)
+        assert len(batch) == 1 or sum(pixels.num_patches for pixels in batch) <= (budget or 0)
 
 
 def test_a_cache_built_in_batches_holds_the_same_images(

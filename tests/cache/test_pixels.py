@@ -54,7 +54,7 @@ def test_pinning_loses_neither_pixels_nor_what_is_wrong(
     loaded = load_pixels(images, processor, cache)
     first = next(loaded)
     assert (first.index, first.error, first.unreadable) == (0, None, None)
-    assert first.patches.numel()
+    assert first.content.numel()
     assert len(first.image_grid_thw) == 3
     second = next(loaded)
     assert second.index == 1
