@@ -132,8 +132,9 @@ class CacheConfig(Section):
     """Where images are resized and cut into patches, also on the live path. `cuda`: worker processes only decode, and
     the torchvision image processor does the rest on the tower's GPU. The last bits differ, so `cuda` is part of the
     fingerprint."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention of the vision tower."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_4"] = "sdpa"
+    """Attention of the vision tower, transformers' names; part of the fingerprint. `flash_attention_4` is for the fast
+    tower on Hopper GPUs where `vision-once[flash]` is installed: less time where several images go together."""
     tower: Literal["stock", "fast"] = "stock"
     """`stock`: transformers' own tower; the features are those of the live path, bit for bit. `fast`: compiled, for
     GPUs: a quarter less time an image, and last bits that differ as they do between batch sizes. Part of the
@@ -157,4 +158,13 @@ class CacheConfig(Section):
     def _pixels_in_order(self) -> CacheConfig:
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels {self.min_pixels} is larger than max_pixels {self.max_pixels}")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_fits_the_tower(self) -> CacheConfig:
+        wanted = self.attn_implementation
+        if self.tower == "fast" and wanted not in {"sdpa", "flash_attention_4"}:
+            raise ValueError(f"tower: fast attends by sdpa or flash_attention_4; attn_implementation is {wanted}")
+        if wanted == "flash_attention_4" and (self.tower != "fast" or self.dtype == "float32"):
+            raise ValueError("attn_implementation: flash_attention_4 needs tower: fast and a dtype of 16 bits")
         return self

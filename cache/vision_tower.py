@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cache import flash
 from cache.checkpoint import VisionWeights, load_hf_config
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, ResourceError
@@ -42,13 +43,12 @@ class VisionTower:
                 implementation is not there.
         """
         device = resolve_device(cache.device)
+        if cache.tower == "fast":
+            _require_fast(cache, device)
         module = _build(model, cache)
         _fill(module, weights or VisionWeights.find(model), model)
-        if cache.tower == "fast" and device.type != "cuda":
-            raise ConfigError("cache.tower: fast needs a GPU", do="set cache.tower: stock")
         module.to(device).eval().requires_grad_(False)
-        alone = cache.patches_per_batch is None
-        return cls(module, fast=FastTower(module, compile_first=alone) if cache.tower == "fast" else None)
+        return cls(module, fast=_fast(module, cache) if cache.tower == "fast" else None)
 
     @torch.no_grad()
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[torch.Tensor]) -> list[VisionFeatures]:
@@ -95,6 +95,29 @@ class VisionTower:
         return self.module(pixels, **positions, return_dict=True)
 
 
+def _fast(module: torch.nn.Module, cache: CacheConfig) -> FastTower:
+    by_flash = cache.attn_implementation == "flash_attention_4"
+    return FastTower(module, flash=by_flash, compile_first=cache.patches_per_batch is None)
+
+
+def _require_fast(cache: CacheConfig, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError("cache.tower: fast needs a GPU", do="set cache.tower: stock")
+    if cache.attn_implementation != "flash_attention_4":
+        return
+    if not flash.runs_on(device):
+        raise ConfigError(
+            f"cache.attn_implementation: flash_attention_4 needs a Hopper GPU (H100, H200); this is "
+            f"{torch.cuda.get_device_name(device)}",
+            do="use sdpa",
+        )
+    if not flash.is_installed():
+        raise ConfigError(
+            "cache.attn_implementation: flash_attention_4 needs the package flash-attn-4",
+            do=f"{flash.INSTALL}, or use sdpa",
+        )
+
+
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:
     """The stock vision model with whatever its memory holds for weights."""
     from transformers import AutoModel
@@ -106,7 +129,8 @@ def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:
             module: torch.nn.Module = AutoModel.from_config(
                 config.vision_config,
                 dtype=getattr(torch, cache.dtype),
-                attn_implementation=cache.attn_implementation,
+                # The fast tower takes the weights alone from it.
+                attn_implementation="sdpa" if cache.tower == "fast" else cache.attn_implementation,
                 trust_remote_code=False,
             )
     except ImportError as error:

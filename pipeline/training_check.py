@@ -89,9 +89,9 @@ def _check_settings(stage: Stage, model: Any) -> None:
     import torch
 
     from train.arguments import training_arguments
+    from train.attention import attention_kind
     from train.held_out import has_eval_split
     from train.lora import target_pattern
-    from train.model import uses_flex
 
     settings, train = stage.settings, stage.settings.train
     if train.split not in settings.data.splits:
@@ -103,7 +103,7 @@ def _check_settings(stage: Stage, model: Any) -> None:
     with _environment_kept():
         training_arguments(train, settings.output_dir, evaluate=evaluate)
     if train.device == "cpu":
-        uses_flex(train, torch.device("cpu"))
+        attention_kind(train, torch.device("cpu"))
     target_pattern(model, train.lora)
     if evaluate:
         _check_metric(settings)

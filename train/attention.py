@@ -1,97 +1,64 @@
-"""Who sees whom in a pack, run in two ways: a block mask for flex_attention on GPUs, a dense mask elsewhere.
-
-Both are one comparison: the token at row position k is seen by the positions q with k <= q < visible_until[k].
-"""
+"""How packs attend: three ways to compute the same, registered with transformers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-NAME = "packed"
-BLOCK_SIZE = 128  # flex_attention's own; rows are padded to multiples of it
+from cache import flash
+from cache.errors import ConfigError
+from train.config import TrainConfig
+from train.flash import flash_attention
+from train.pack_mask import PackMask
+
+Kind = Literal["flash", "flex", "sdpa"]
+# transformers takes a name with "flash" in it for its own.
+NAMES: dict[Kind, str] = {"flash": "packed_fa4", "flex": "packed", "sdpa": "packed"}
 
 
-def dense_mask(visible_until: torch.Tensor) -> torch.Tensor:
-    """The dense mask of a row.
+def attention_kind(config: TrainConfig, device: torch.device) -> Kind:
+    """How packs attend: what the settings say, or the fastest that is there.
 
-    Args:
-        visible_until: (S,) integer.
-
-    Returns:
-        (1, 1, S, S) bool, True where query (third axis) sees key (fourth axis).
+    Raises:
+        ConfigError: what was asked for does not run here.
     """
-    index = torch.arange(visible_until.shape[0], device=visible_until.device)
-    causal = index[:, None] >= index[None, :]
-    return (causal & (index[:, None] < visible_until[None, :]))[None, None]
+    if config.attention == "auto":
+        fits = config.precision != "fp32" and flash.runs_on(device) and flash.is_installed()
+        return "flash" if fits else "flex" if device.type == "cuda" else "sdpa"
+    if config.attention != "sdpa" and device.type != "cuda":
+        raise ConfigError(f"train.attention: {config.attention} needs a GPU", do="use auto or sdpa")
+    if config.attention == "flash":
+        _require_flash(device)
+    return config.attention
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """Which blocks of a row's mask hold anything, found on the host, ahead of need.
-
-    Attributes:
-        partial_count, full_count: (1, 1, B) int32, blocks of keys that a block of queries sees in part, and whole.
-        partial_index, full_index: (1, 1, B, B) int32, which ones; what stands behind the count has no meaning.
-    """
-
-    partial_count: torch.Tensor
-    partial_index: torch.Tensor
-    full_count: torch.Tensor
-    full_index: torch.Tensor
-
-    @classmethod
-    def of(cls, visible_until: npt.NDArray[np.int64]) -> BlockLayout:
-        """Find the blocks.
-
-        Args:
-            visible_until: (S,), S a multiple of BLOCK_SIZE.
-        """
-        ends = visible_until.reshape(-1, BLOCK_SIZE)
-        block = np.arange(len(ends))
-        query, key = block[:, None], block[None, :]
-        # In an earlier block of keys, the longest visible reaches the first query; the shortest, the last one.
-        some = (key < query) & (ends.max(axis=1)[None, :] > query * BLOCK_SIZE)
-        every = (key < query) & (ends.min(axis=1)[None, :] >= (query + 1) * BLOCK_SIZE)
-        partial = (some & ~every) | (key == query)
-        return cls(*_ordered(partial), *_ordered(every))
-
-    def map_tensors(self, how: str, *args: object, **kwargs: object) -> BlockLayout:
-        """A copy in which the method `how` was called on every tensor."""
-        return BlockLayout(*(getattr(getattr(self, f.name), how)(*args, **kwargs) for f in fields(self)))
-
-    def block_mask(self, visible_until: torch.Tensor) -> BlockMask:
-        """The mask for flex_attention, on the tensors' device."""
-
-        def visible(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
-            return (query >= key) & (query < visible_until[key])
-
-        return BlockMask.from_kv_blocks(
-            self.partial_count,
-            self.partial_index,
-            self.full_count,
-            self.full_index,
-            BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=visible,
+def _require_flash(device: torch.device) -> None:
+    if not flash.runs_on(device):
+        raise ConfigError(
+            f"train.attention: flash needs a Hopper GPU (H100, H200); this is {torch.cuda.get_device_name(device)}",
+            do="use auto or flex",
+        )
+    if not flash.is_installed():
+        raise ConfigError(
+            "train.attention: flash needs the package flash-attn-4",
+            do=f"{flash.INSTALL}, or use auto or flex",
         )
 
 
-def register() -> str:
+def register(kind: Kind) -> str:
     """Make the implementation known to transformers and return its name for `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, packed_attention)
+    name = NAMES[kind]
+    AttentionInterface.register(name, flash_packed_attention if kind == "flash" else packed_attention)
     # Two-dimensional masks, as `generate` makes them for padding, are read as the stock implementation reads them.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    return NAME
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def packed_attention(
@@ -124,6 +91,22 @@ def packed_attention(
     return attended
 
 
+def flash_packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None,
+    *,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """FlashAttention-4 for a pack's mask, else as `packed_attention`, shapes too."""
+    if isinstance(attention_mask, PackMask):
+        return flash_attention(query, key, value, attention_mask, scaling), None
+    return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
 @functools.cache
 def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
@@ -132,10 +115,3 @@ def _compiled_flex() -> Any:
 def _flex() -> Callable[..., Any]:
     # Inside a compiled layer the call is part of that layer's graph.
     return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-
-
-def _ordered(blocks: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and indices of the True blocks of each row, those first."""
-    count = blocks.sum(axis=1).astype(np.int32)
-    index = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(count)[None, None], torch.from_numpy(index)[None, None]

@@ -86,9 +86,10 @@ class TrainConfig(Section):
     """Gradients are clipped to this norm; 0 turns clipping off."""
     optim: str = "adamw_torch_fused"
     """Optimizer, any name that transformers knows."""
-    attention: Literal["auto", "flex", "sdpa"] = "auto"
-    """How packs attend: `flex` skips what the mask excludes (GPUs only), `sdpa` uses a dense mask. `auto`: flex where
-    there is a GPU."""
+    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"
+    """How packs attend. `flash`: FlashAttention-4, on Hopper GPUs where `vision-once[flash]` is installed; the fastest,
+    but two runs differ in the last bits. `flex`: torch's flex_attention, on any GPU. `sdpa`: a dense mask. `auto`: the
+    first of them that runs here."""
     torch_compile: bool | None = None
     """Compile the decoder layers: costs time at the start and saves it in every step. Default: where there is a GPU."""
     gradient_checkpointing: bool | None = None
@@ -149,7 +150,11 @@ class TrainConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _quantized_base_is_whole(self) -> TrainConfig:
+    def _parts_go_together(self) -> TrainConfig:
+        if self.attention == "flash" and self.precision == "fp32":
+            raise ValueError(
+                "attention: flash computes in bf16 or fp16; set precision to one of them, or attention: auto"
+            )
         if self.quantization == "fp8" and self.precision == "fp32":
             raise ValueError("quantization: fp8 gives its products in bf16 or fp16; set precision to one of them")
         if self.fsdp != "none" and self.quantization != "none":

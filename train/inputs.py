@@ -17,12 +17,13 @@ from cache.records import Record
 from cache.remote import find_cache_at
 from cache.staging import stage
 from cache.vision_tower import VisionTower
+from train.attention import attention_kind
 from train.chat import ChatEncoder
 from train.config import DEFAULT_TOKENS_PER_PACK, TrainConfig
 from train.dataset import KnownImages, SampleBuilder, Samples
 from train.features import CachedSource, FeatureSource, LiveSource
 from train.job import Job
-from train.model import training_device, uses_flex
+from train.model import training_device
 from train.step import StepDataset
 
 
@@ -105,7 +106,7 @@ class Inputs:
             seed=config.seed if shuffle else None,
             order=config.order,
             share_prefixes=config.share_prefixes,
-            blocks=uses_flex(config, training_device(config)),
+            blocks=attention_kind(config, training_device(config)) != "sdpa",
             equal_packs=config.fsdp != "none",
             rank=rank,
             world_size=world_size,

@@ -13,7 +13,7 @@ from cache.checkpoint import load_hf_config
 from cache.config import ModelConfig
 from cache.errors import ConfigError, ResourceError
 from cache.features import VisionFeatures
-from train.attention import register
+from train.attention import attention_kind, register
 from train.config import TrainConfig
 from train.fp8 import require_fp8, to_fp8
 from train.head import Targets, weighted_loss
@@ -32,17 +32,6 @@ def training_device(config: TrainConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def uses_flex(config: TrainConfig, device: torch.device) -> bool:
-    """Whether packs are made for flex_attention.
-
-    Raises:
-        ConfigError: it was asked for where there is no GPU.
-    """
-    if config.attention == "flex" and device.type != "cuda":
-        raise ConfigError("train.attention: flex needs a GPU", do="use auto or sdpa")
-    return config.attention != "sdpa" and device.type == "cuda"
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
@@ -166,7 +155,7 @@ def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.devi
             model.name_or_path,
             revision=model.revision,
             dtype=PRECISIONS[config.precision],
-            attn_implementation=register(),
+            attn_implementation=register(attention_kind(config, device)),
             quantization_config=_quantization(config),
             device_map={"": device},
             trust_remote_code=False,

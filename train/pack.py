@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
-from train.attention import BLOCK_SIZE, BlockLayout, dense_mask
+from train.pack_mask import BLOCK_SIZE, BlockLayout, PackMask, dense_mask
 from train.prefix_tree import Node, Symbols, build_forest
 from train.sample import Sample, widen, widths
 from train.sample import Sequence as Widened
@@ -32,7 +31,7 @@ class Pack:
         image_positions: (M,) int64, row positions of the images' placeholders.
         images: for each image of the row, in order, its place in the step's list of distinct images.
         is_causal: the whole row is one chain, so a plain causal mask does.
-        blocks: the block mask's layout; present where rows are made for flex_attention.
+        blocks: the block mask's layout; present where rows are attended by blocks.
         stage_weights: (G, T) float32, the part of target_weights that comes from each stage of staged answers; present
             where the data has stages.
     """
@@ -59,7 +58,7 @@ class Pack:
                 values[name] = value.map_tensors(how, *args, **kwargs)
         return Pack(**values)
 
-    def attention_mask(self) -> torch.Tensor | BlockMask | None:
+    def attention_mask(self) -> torch.Tensor | PackMask | None:
         """What the model takes: a block mask where there is a layout, none for one chain, else a dense mask."""
         if self.blocks is not None:
             return self.blocks.block_mask(self.visible_until)

@@ -62,7 +62,7 @@ class StepDataset(Dataset[Step]):
         image_token_id, merge_size: of the model.
         seed: of the order; None keeps the dataset's order.
         order, share_prefixes: see TrainConfig.
-        blocks: make rows for flex_attention.
+        blocks: make rows that are attended by blocks.
         equal_packs: give every process of a step the same number of packs; where the base is divided among the
             processes, they must go through its layers together.
         rank, world_size: of this process; the shares of a step are cut so that the longest is as short as can be.

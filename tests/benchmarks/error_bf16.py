@@ -25,6 +25,7 @@ from cache.progress import Silent
 from pipeline.config import PipelineConfig, load_config
 from tests.benchmarks.training_speed import Case, prepare
 from tests.benchmarks.true_shapes import make_8b_checkpoint
+from train.attention import attention_kind
 from train.features import features_on
 from train.inputs import Inputs
 from train.job import Job
@@ -54,6 +55,8 @@ def main() -> None:
     config = load_config(prepare(arguments.work, checkpoint, Case(9, 2, 10240, {})))
     fp32 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp32", "tf32": False})})
     fp8 = config.model_copy(update={"train": config.train.model_copy(update={"quantization": "fp8"})})
+    flex = config.model_copy(update={"train": config.train.model_copy(update={"attention": "flex"})})
+    kind = attention_kind(config.train, DEVICE)
     reference = _alone(lambda: stock(fp32))
     lines = [
         torch.cuda.get_device_name(),
@@ -63,8 +66,9 @@ def main() -> None:
     ]
     for name, run in (
         ("stock, bfloat16, from pixels, a sample at a time", lambda: stock(config)),
-        ("from the cache, bfloat16, shared prefixes, compiled", lambda: ours(config)),
-        ("from the cache, FP8 base, shared prefixes, compiled", lambda: ours(fp8)),
+        ("from the cache, bfloat16, shared prefixes, compiled, flex", lambda: ours(flex)),
+        (f"from the cache, bfloat16, shared prefixes, compiled, {kind}", lambda: ours(config)),
+        (f"from the cache, FP8 base, shared prefixes, compiled, {kind}", lambda: ours(fp8)),
     ):
         lines.append(f"| {name} | {_errors(_alone(run), reference)} |")
         print(lines[-1], flush=True)

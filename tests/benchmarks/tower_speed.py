@@ -1,7 +1,7 @@
 """The vision tower alone at the 8B's true shapes: milliseconds an image, and the error against the tower in fp32.
 
     python -m tests.benchmarks.tower_speed --out table.md
-    python -m tests.benchmarks.tower_speed --variants stock,fast,fast-plain-gelu --batches 1,8
+    python -m tests.benchmarks.tower_speed --variants stock,fast,fast-flash --batches 1,8
     python -m tests.benchmarks.tower_speed --tiny        # on a CPU, to try the command
 
 Images of 5120 patches (1036x1288), random weights and pixels, bfloat16. Device events around one call of
@@ -30,6 +30,7 @@ WARM_UP, ROUNDS = 3, 8
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "fast": {},
+    "fast-flash": {"flash": True},
     "fast-plain-gelu": {"fused_gelu": False},
 }
 TINY = Qwen3VLVisionConfig(

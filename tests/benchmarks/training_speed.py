@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--liger-path", default="")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-loop", action="store_true")
+    parser.add_argument("--attention", default="auto", help="auto, flash, flex: train.attention")
     arguments = parser.parse_args()
     import transformers
 
@@ -84,13 +85,13 @@ def main() -> None:
         case = CASES[name]
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.gib * 2**30 / total) if case.gib else 1.0)
-        config = prepare(arguments.work, checkpoint, case)
+        config = prepare(arguments.work, checkpoint, case, attention=arguments.attention)
         lines.append(bare(config, name, profile=arguments.profile))
         _clean()
         if not arguments.no_loop:
             lines.append(loop(config, name))
             _clean()
-    arguments.out.write_text("\n".join(lines) + "\n")
+        arguments.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
@@ -105,7 +106,7 @@ def _clean() -> None:
     torch._dynamo.reset()
 
 
-def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
+def prepare(work: Path, checkpoint: Path, case: Case, *, attention: str = "auto") -> Path:
     """Dataset, configuration and cache; cases with the same data share them."""
     work = work / f"{case.questions}-questions-{case.images}-images"
     work.mkdir(parents=True, exist_ok=True)
@@ -113,11 +114,12 @@ def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
     config = {
         "model": str(checkpoint),
         "data": {"splits": {"train": str(rows)}},
-        "output_dir": str(work / f"run-{case.settings.get('quantization', 'bf16')}"),
+        "output_dir": str(work / f"run-{case.settings.get('quantization', 'bf16')}-{attention}"),
         "cache": {"dir": str(work / "features"), "num_workers": 8},
         "train": {
             "max_steps": 16,
             "order": "image",
+            "attention": attention,
             "effective_batch_size": case.images * case.questions,
             "tokens_per_pack": case.budget,
             "lora": {"r": 32, "lora_alpha": 64},
@@ -127,7 +129,7 @@ def prepare(work: Path, checkpoint: Path, case: Case) -> Path:
             **case.settings,
         },
     }
-    file = work / "my.yaml"
+    file = work / f"{attention}.yaml"
     file.write_text(yaml.safe_dump(config))
     _run("cache", "--config", str(file), "--split", "train")
     return file
@@ -193,6 +195,7 @@ def loop(config_file: Path, name: str) -> str:
 KERNELS = {
     "matrix products, FP8": ("e4m3", "qgmma", "f8f8"),
     "flex_attention": ("flex",),
+    "FlashAttention": ("flash",),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "copies": ("memcpy", "memset", "copy"),
     "compiled element-wise": ("triton",),

@@ -1,4 +1,5 @@
-"""A checkpoint and images of the sizes that users have: Qwen3-VL-8B's true shapes, random weights, 1036x1288 JPEGs."""
+"""Checkpoints and images of the sizes that users have: Qwen3-VL-8B's and 32B's true shapes, random weights, 1036x1288
+JPEGs."""
 
 from __future__ import annotations
 
@@ -29,8 +30,17 @@ WORDS = (
 )
 
 
+TEXT_32B = TEXT | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+SIZES = {"8b": (TEXT, VISION), "32b": (TEXT_32B, VISION | {"out_hidden_size": 5120})}
+
+
 def make_8b_checkpoint(folder: Path, *, device: str = "cuda") -> Path:
-    """Write a bfloat16 checkpoint with the 8B's shapes (17.5 GB), drawn on the device; tokenizer of the tiny model.
+    """See `make_checkpoint`; 17.5 GB."""
+    return make_checkpoint(folder, "8b", device=device)
+
+
+def make_checkpoint(folder: Path, size: str, *, device: str = "cuda") -> Path:
+    """Write a bfloat16 checkpoint with a model's shapes (32b: 67 GB), drawn on the device; tokenizer of the tiny model.
 
     One that is there is kept: the numbers are always the same.
     """
@@ -40,9 +50,10 @@ def make_8b_checkpoint(folder: Path, *, device: str = "cuda") -> Path:
 
     small = make_tiny_checkpoint(folder.with_name("tiny"))
     ids = AutoConfig.from_pretrained(small)
+    text, vision = SIZES[size]
     config = Qwen3VLConfig(
-        text_config=TEXT,
-        vision_config=VISION,
+        text_config=text,
+        vision_config=vision,
         tie_word_embeddings=False,
         image_token_id=ids.image_token_id,
         video_token_id=ids.video_token_id,

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from cache import flash as flash_extra
+from cache.config import CacheConfig, ModelConfig
+from cache.errors import ConfigError
 from cache.fast_tower import FastTower
+from cache.flash import flash_attention
 from cache.positions import Positions
 from cache.vision_tower import VisionTower
 
@@ -25,19 +31,28 @@ CONFIG = Qwen3VLVisionConfig(
 )
 
 
+@flash_attention.register_kernel("cpu")
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What the library computes on a GPU."""
+    by_head = (x.transpose(1, 2) for x in (query, key, value))
+    return scaled_dot_product_attention(*by_head).transpose(1, 2).contiguous()
+
+
 def _module() -> Qwen3VLVisionModel:
     torch.manual_seed(0)
     return Qwen3VLVisionModel._from_config(CONFIG, dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("fused_gelu", [True, False])
-def test_fast_equals_stock_up_to_rounding(count: int, fused_gelu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fused_gelu", "flash"), [(True, False), (False, False), (True, True)])
+def test_fast_equals_stock_up_to_rounding(
+    count: int, fused_gelu: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     pixels = [torch.randn(24, 1536, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     grids = [torch.tensor([1, 4, 6])] * count
     module = _module()
-    fast = FastTower(module, fused_gelu=fused_gelu)
+    fast = FastTower(module, flash=flash, fused_gelu=fused_gelu)
     shapes = tuple(tuple(grid.tolist()) for grid in grids)
     positions = Positions(module, torch.device("cpu")).of(shapes)
     with torch.no_grad():
@@ -50,7 +65,8 @@ def test_fast_equals_stock_up_to_rounding(count: int, fused_gelu: bool, monkeypa
     assert levels.std() > 0.01
 
 
-def test_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_block_is_one_graph(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as for the compiler, which is not needed for it; twice, for another number of images."""
     graphs: list[Any] = []
 
@@ -61,7 +77,7 @@ def test_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_as_it_is = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: compile_as_it_is(f, backend=backend, **more))
     module = _module()
-    fast = FastTower(module)
+    fast = FastTower(module, flash=flash)
     with torch.no_grad():
         for count in (1, 2):
             pixels, grids = torch.randn(24 * count, 1536), ((1, 4, 6),) * count
@@ -88,3 +104,29 @@ def test_an_odd_batch_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> No
         tower.encode([torch.randn(24, 1536)] * count, [torch.tensor([1, 4, 6])] * count)
         used.append(bool(compiled_calls))
     assert used == [False, True, True, False, *[False] * 6, *[True] * 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"tower": "fast", "attn_implementation": "eager"}, "attends by sdpa or flash_attention_4"),
+        ({"attn_implementation": "flash_attention_4"}, "needs tower: fast"),
+        ({"tower": "fast", "attn_implementation": "flash_attention_4", "dtype": "float32"}, "a dtype of 16 bits"),
+    ],
+)
+def test_attention_must_fit_the_tower(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValidationError, match=what):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("capability", "what"), [((8, 0), "needs a Hopper GPU .* an A100"), ((9, 0), "needs the package flash-attn-4")]
+)
+def test_flash_says_what_it_lacks(capability: tuple[int, int], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(flash_extra, "is_installed", lambda: False)
+    cache = CacheConfig(tower="fast", attn_implementation="flash_attention_4", device="cuda:0")
+    with pytest.raises(ConfigError, match=what):
+        VisionTower.load(ModelConfig(name_or_path="nowhere"), cache)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from train.attention import BLOCK_SIZE, BlockLayout, dense_mask
+from train.pack_mask import BLOCK_SIZE, BlockLayout, dense_mask
 
 
 @st.composite

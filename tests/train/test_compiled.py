@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import tests.train.flash_on_cpu  # noqa: F401
 from cache.config import ModelConfig
 from cache.features import VisionFeatures
 from cache.records import ImageRef
+from train.attention import Kind, register
 from train.chat import EncodedText
 from train.config import LoraConfig, TrainConfig
 from train.lora import add_lora
@@ -72,11 +74,14 @@ def _pack(samples: Sequence[Sample], image_token: int, *, blocks: bool) -> tuple
 # Dynamo looks at every tensor's gradient, and torch warns of that where it is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("blocks", "checkpointing"), [(True, False), (False, False), (False, True)])
-def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: bool, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [("flex", False), ("sdpa", False), ("sdpa", True), ("flash", False)]
+)
+def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, kind: Kind, checkpointing: bool) -> None:
     config = TrainConfig(precision="fp32", torch_compile=True, lora=LoraConfig(r=4))
     device = torch.device("cpu")
     loaded = load_language_model(ModelConfig(name_or_path=str(tiny)), config, device)
+    loaded.set_attn_implementation(register(kind))
     del loaded.model.language_model.layers[1:-1]  # more would take longer and show nothing else
     model: Any = add_lora(loaded, config.lora, seed=1)
     prepare_for_training(model, config, device)
@@ -85,11 +90,11 @@ def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: boo
     model.train()
     dice = np.random.default_rng(0)
 
-    def run(count: int, *, learn: bool = not blocks) -> set[int]:  # flex_attention has no backward on a CPU
+    def run(count: int, *, learn: bool = kind != "flex") -> set[int]:  # flex_attention has no backward on a CPU
         lengths = set()
         for _ in range(count):
             token = model.config.image_token_id
-            pack, features = _pack(_samples(dice, token), token, blocks=blocks)
+            pack, features = _pack(_samples(dice, token), token, blocks=kind != "sdpa")
             with torch.set_grad_enabled(learn):
                 loss = pack_loss(model, pack, features)
             if learn:
@@ -105,7 +110,7 @@ def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, blocks: boo
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
 
-    if blocks or checkpointing:
+    if kind == "flex" or checkpointing:
         return
     # An evaluation between two epochs has graphs of its own; they must not use up the room of those for training.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):

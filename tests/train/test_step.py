@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cache.records import ImageRef
-from train.attention import BLOCK_SIZE
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
+from train.pack_mask import BLOCK_SIZE
 from train.sample import Sample, SampleImage, make_sample
 from train.step import Step, StepDataset
 

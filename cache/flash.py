@@ -1,0 +1,39 @@
+"""FlashAttention-4 (https://github.com/Dao-AILab/flash-attention, flash_attn/cute), an extra, for Hopper GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+INSTALL = "pip install 'vision-once[flash]'"
+_CAPABILITY = (9, 0)
+
+
+def is_installed() -> bool:
+    """Whether the library can be imported."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # no package of that name at all
+        return False
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels were tried on GPUs of this kind."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+# An operator of its own: the compiler neither looks into it nor breaks its graph at it.
+@torch.library.custom_op("vision_once::flash", mutates_args=())
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Everyone sees everyone. (images, S, heads, head_dim) each, bfloat16 or float16, and so is the result."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    attended: torch.Tensor = _flash_attn_fwd(query, key, value)[0]
+    return attended
+
+
+@flash_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    del key, value
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
