@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from cache.config import CacheConfig
 from cache.errors import DataError, ReadError
+from cache.forking_loader import ForkingLoader
 from cache.gpu_resize import decoded, pixel_values
 from cache.keys import image_key
 from cache.patches import Normalizer, cut
@@ -90,7 +91,7 @@ def load_pixels(
     Raises:
         ReadError: a file that is there cannot be read.
     """
-    loader = DataLoader(
+    loader = ForkingLoader(
         _PixelDataset(images, processor, cache.max_image_pixels),
         batch_size=None,
         num_workers=min(cache.num_workers, len(images)),

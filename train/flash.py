@@ -1,4 +1,4 @@
-"""FlashAttention-4 over packs, for GPUs of Hopper's kind: half the time of flex_attention's own kernels.
+"""FlashAttention-4 over packs, for GPUs of Hopper's kind (docs/decisions/0014-flash-attention-4.md).
 
 The kernels are the library's (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); they are given the same
 blocks and the same comparison as flex_attention. The backward pass adds a query's gradients up in the order in which

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
+from cache.forking_loader import ForkingLoader
 from cache.pixels import leave_signals_to_parent
 from train.cut import Costs, balanced_shares, length_of, runs_within
 from train.features import FeatureSource, StepImage
@@ -224,7 +225,7 @@ class StepSampler(Sampler[list[StepIndex]]):
             yield [(self.epoch, step)]
 
 
-class StepLoader(DataLoader[Step]):
+class StepLoader(ForkingLoader[Step]):
     """A data loader that passes `set_epoch` on to its sampler."""
 
     def set_epoch(self, epoch: int) -> None:
