@@ -6,6 +6,8 @@ import importlib.util
 
 import torch
 
+from cache.errors import ConfigError
+
 INSTALL = "pip install 'vision-once[flash]'"
 _CAPABILITY = (9, 0)
 
@@ -21,6 +23,23 @@ def is_installed() -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels were tried on GPUs of this kind."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+def require_kernels(setting: str) -> None:
+    """Import the library, which takes seconds.
+
+    Args:
+        setting: what asks for it, for the message.
+
+    Raises:
+        ConfigError: it is installed, but not whole.
+    """
+    try:
+        import flash_attn.cute.interface  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"flash-attn-4 is installed but cannot be imported: {error}", where=setting, do=INSTALL
+        ) from error
 
 
 # An operator of its own: the compiler neither looks into it nor breaks its graph at it.

@@ -116,6 +116,7 @@ def _require_fast(cache: CacheConfig, device: torch.device) -> None:
             "cache.attn_implementation: flash_attention_4 needs the package flash-attn-4",
             do=f"{flash.INSTALL}, or use sdpa",
         )
+    flash.require_kernels("cache.attn_implementation: flash_attention_4")
 
 
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:

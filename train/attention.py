@@ -50,10 +50,16 @@ def _require_flash(device: torch.device) -> None:
 
 
 def register(kind: Kind) -> str:
-    """Make the implementation known to transformers and return its name for `attn_implementation`."""
+    """Make the implementation known to transformers and return its name for `attn_implementation`.
+
+    Raises:
+        ConfigError: its library cannot be imported.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    if kind == "flash":
+        flash.require_kernels("train.attention: flash, or auto; flex does without")
     name = NAMES[kind]
     AttentionInterface.register(name, flash_packed_attention if kind == "flash" else packed_attention)
     # Two-dimensional masks, as `generate` makes them for padding, are read as the stock implementation reads them.

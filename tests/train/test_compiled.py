@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import tests.train.flash_on_cpu  # noqa: F401
+from cache import flash
 from cache.config import ModelConfig
 from cache.features import VisionFeatures
 from cache.records import ImageRef
@@ -77,10 +78,13 @@ def _pack(samples: Sequence[Sample], image_token: int, *, blocks: bool) -> tuple
 @pytest.mark.parametrize(
     ("kind", "checkpointing"), [("flex", False), ("sdpa", False), ("sdpa", True), ("flash", False)]
 )
-def test_new_lengths_compile_nothing_new(tiny: Path, compiled: None, kind: Kind, checkpointing: bool) -> None:
+def test_new_lengths_compile_nothing_new(
+    tiny: Path, compiled: None, kind: Kind, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TrainConfig(precision="fp32", torch_compile=True, lora=LoraConfig(r=4))
     device = torch.device("cpu")
     loaded = load_language_model(ModelConfig(name_or_path=str(tiny)), config, device)
+    monkeypatch.setattr(flash, "require_kernels", lambda _: None)
     loaded.set_attn_implementation(register(kind))
     del loaded.model.language_model.layers[1:-1]  # more would take longer and show nothing else
     model: Any = add_lora(loaded, config.lora, seed=1)

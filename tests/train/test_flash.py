@@ -5,6 +5,9 @@ The library's own kernels run on Hopper GPUs alone: tests.benchmarks.attention_s
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,7 +20,7 @@ import tests.train.flash_on_cpu  # noqa: F401
 from cache import flash
 from cache.errors import ConfigError
 from tests.train.test_attention import visibilities
-from train.attention import attention_kind
+from train.attention import attention_kind, register
 from train.config import TrainConfig
 from train.flash import flash_attention, packed_flash
 from train.pack_mask import BlockLayout, dense_mask
@@ -101,3 +104,14 @@ def test_flash_says_what_it_lacks(capability: tuple[int, int], what: str, monkey
     monkeypatch.setattr(flash, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match=what):
         attention_kind(TrainConfig(attention="flash"), torch.device("cuda", 0))
+
+
+def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import no_such_compiler")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert flash.is_installed()
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_compiler'"):
+        register("flash")
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
