@@ -187,6 +187,7 @@ class CacheBuilder:
             ResourceError: disk or device memory ran out; what was committed is intact.
             StoppedError: `should_stop` said so; what was committed is intact.
         """
+        require_gpu(self.processor.device, resolve_device(self._cache.device))
         plan = self.list_images(split, progress, should_stop, part)  # what is missing is noticed from now on
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
@@ -220,7 +221,6 @@ class CacheBuilder:
         self, plan: Plan, results: CopyBack, progress: Progress, should_stop: ShouldStop
     ) -> dict[str, DataError]:
         """Encode what is to do; returns the images that could not be decoded, by path."""
-        require_gpu(self.processor.device, resolve_device(self._cache.device))
         encode: _Encoder | None = None  # loaded for the first image that can be decoded
         broken: dict[str, DataError] = {}
         progress.start("encoding images", len(plan.todo), "image")

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 
 import torch
 
 from cache.errors import ConfigError
 
+PACKAGE, VERSION = "flash-attn-4", "4.0.0b36"
 INSTALL = "pip install 'vision-once[flash]'"
 _CAPABILITY = (9, 0)
 
 
 def is_installed() -> bool:
-    """Whether the library can be imported."""
+    """Whether the version is there whose inner functions are called."""
+    return _installed_version() == VERSION
+
+
+def require_installed(setting: str, *, otherwise: str) -> None:
+    """Check that, without importing it.
+
+    Args:
+        setting: what asks for it, for the message.
+        otherwise: what else to set.
+
+    Raises:
+        ConfigError: it is not there, or another version is.
+    """
+    if is_installed():
+        return
+    there = _installed_version()
+    raise ConfigError(
+        f"{setting} needs the package {PACKAGE} {VERSION}{f'; {there} is installed' if there else ''}",
+        do=f"{INSTALL}, or use {otherwise}",
+    )
+
+
+def _installed_version() -> str | None:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:  # no package of that name at all
-        return False
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def runs_on(device: torch.device) -> bool:

@@ -70,6 +70,7 @@ def pixel_values(
         raise DataError(
             f"the image is {size} pixels, and a GPU cannot reduce it so far in one step",
             where=where,
-            do=f"reduce the image, raise cache.max_pixels, {_CPU_INSTEAD}",
+            do="reduce the image, take its records out of the data (on_bad_record looks only at what the CPU decodes), "
+            f"raise cache.max_pixels, {_CPU_INSTEAD}",
         ) from error
     return values

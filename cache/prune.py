@@ -21,7 +21,8 @@ from cache.repair import DAMAGED, STALE_SECONDS, shards_without_index
 
 _NAME = re.compile(r"[0-9a-f]{16}")
 _SHOWN_FIELDS = (
-    *("processor.min_pixels", "processor.max_pixels", "processor.backend", "attn_implementation", "storage_dtype"),
+    *("processor.min_pixels", "processor.max_pixels", "processor.backend", "processor.device"),
+    *("tower", "attn_implementation", "storage_dtype"),
 )
 
 

@@ -111,11 +111,7 @@ def _require_fast(cache: CacheConfig, device: torch.device) -> None:
             f"{torch.cuda.get_device_name(device)}",
             do="use sdpa",
         )
-    if not flash.is_installed():
-        raise ConfigError(
-            "cache.attn_implementation: flash_attention_4 needs the package flash-attn-4",
-            do=f"{flash.INSTALL}, or use sdpa",
-        )
+    flash.require_installed("cache.attn_implementation: flash_attention_4", otherwise="sdpa")
     flash.require_kernels("cache.attn_implementation: flash_attention_4")
 
 

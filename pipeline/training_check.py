@@ -88,6 +88,7 @@ def _require_weights(settings: PipelineConfig) -> None:
 def _check_settings(stage: Stage, model: Any) -> None:
     import torch
 
+    from cache import flash
     from train.arguments import training_arguments
     from train.attention import attention_kind
     from train.held_out import has_eval_split
@@ -104,6 +105,10 @@ def _check_settings(stage: Stage, model: Any) -> None:
         training_arguments(train, settings.output_dir, evaluate=evaluate)
     if train.device == "cpu":
         attention_kind(train, torch.device("cpu"))
+    if train.attention == "flash":
+        flash.require_installed("train.attention: flash", otherwise="auto or flex")
+    if settings.cache.attn_implementation == "flash_attention_4":
+        flash.require_installed("cache.attn_implementation: flash_attention_4", otherwise="sdpa")
     target_pattern(model, train.lora)
     if evaluate:
         _check_metric(settings)

@@ -42,11 +42,7 @@ def _require_flash(device: torch.device) -> None:
             f"train.attention: flash needs a Hopper GPU (H100, H200); this is {torch.cuda.get_device_name(device)}",
             do="use auto or flex",
         )
-    if not flash.is_installed():
-        raise ConfigError(
-            "train.attention: flash needs the package flash-attn-4",
-            do=f"{flash.INSTALL}, or use auto or flex",
-        )
+    flash.require_installed("train.attention: flash", otherwise="auto or flex")
 
 
 def register(kind: Kind) -> str:
@@ -108,7 +104,9 @@ def flash_packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """FlashAttention-4 for a pack's mask, else as `packed_attention`, shapes too."""
-    if isinstance(attention_mask, PackMask):
+    if isinstance(attention_mask, BlockMask):
+        if not isinstance(attention_mask, PackMask):
+            raise TypeError("a block mask that is no PackMask: what made it from one has lost who sees whom")
         return flash_attention(query, key, value, attention_mask, scaling), None
     return packed_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 

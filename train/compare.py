@@ -20,7 +20,7 @@ from cache.manifest import Manifest
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.reader import FeatureCache
-from cache.vision_tower import VisionTower
+from cache.vision_tower import VisionTower, resolve_device
 from train.adapter import NO_ADAPTER
 from train.adapter_settings import require_usable
 from train.dataset import Samples
@@ -144,10 +144,10 @@ def _encode(
     job: Job, manifest: Manifest, images: Sequence[SampleImage], progress: Progress
 ) -> dict[str, VisionFeatures]:
     """Key -> live features on the host, made as the cache stage makes them, by the image processor that it had."""
+    require_gpu(job.cache.image_processor_device, resolve_device(job.cache.device))
     settings = job.cache.model_copy(update={"image_processor_backend": manifest.fingerprint["processor.backend"]})
     source = LiveSource(ImageProcessor.from_checkpoint(job.model, settings), job.cache.max_image_pixels)
     tower = VisionTower.load(job.model, job.cache)
-    require_gpu(job.cache.image_processor_device, tower.device)
     found = {}
     progress.start("encoding images again", len(images), "image")
     for image in images:

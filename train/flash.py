@@ -158,7 +158,7 @@ def _blocks(*of_mask: torch.Tensor) -> Any:
 
 @functools.cache
 def _visible() -> Any:
-    """The comparison of train.attention in the library's language."""
+    """The comparison of train.pack_mask in the library's language."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import utils

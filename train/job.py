@@ -77,6 +77,8 @@ class Job:
             "data.train.hub_split": split.hub_split if split is not None else None,
             **{f"data.{k}": getattr(self.data, k) for k in _DATA},
             **{f"cache.{k}": getattr(self.cache, k) for k in _CACHE},
+            # Named where it is not the only one there was before, so that runs of then go on.
+            **({} if self.cache.image_processor_device == "cpu" else {"cache.image_processor_device": "cuda"}),
             "cache.storage_dtype": self._storage_dtype(),
             **{f"train.{k}": v for k, v in train.items()},
             **start,

@@ -13,7 +13,7 @@ from cache.checkpoint import load_hf_config
 from cache.config import ModelConfig
 from cache.errors import ConfigError, ResourceError
 from cache.features import VisionFeatures
-from train.attention import attention_kind, register
+from train.attention import Kind, attention_kind, register
 from train.config import TrainConfig
 from train.fp8 import require_fp8, to_fp8
 from train.head import Targets, weighted_loss
@@ -98,7 +98,8 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
     # What is saved later names its class, and that must be one that others have.
     WithoutTower.__name__ = stock.__name__
     WithoutTower.__qualname__ = stock.__qualname__
-    loaded = _load(WithoutTower, model, config, device, **loading_arguments(config))
+    attention = attention_kind(config, device)
+    loaded = _load(WithoutTower, model, config, device, attention, **loading_arguments(config))
     if is_sharded(config):
         gather_in_forward(loaded)
     if config.quantization == "fp8":
@@ -110,7 +111,7 @@ def load_full_model(model: ModelConfig, config: TrainConfig, device: torch.devic
     """The stock model, tower included, frozen, on `device`. Raises as `load_language_model`."""
     if config.quantization == "fp8":
         require_fp8(device)
-    loaded = _load(_stock_class(model), model, config, device)
+    loaded = _load(_stock_class(model), model, config, device, "sdpa")  # it is given no packs
     if config.quantization == "fp8":
         to_fp8(loaded.model.language_model)
     return loaded
@@ -149,13 +150,16 @@ def _stock_class(model: ModelConfig) -> Any:
         ) from None
 
 
-def _load(kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device, **arguments: Any) -> Any:
+def _load(
+    kind: Any, model: ModelConfig, config: TrainConfig, device: torch.device, attention: Kind, **arguments: Any
+) -> Any:
+    attn_implementation = register(attention)
     try:
         loaded, report = kind.from_pretrained(
             model.name_or_path,
             revision=model.revision,
             dtype=PRECISIONS[config.precision],
-            attn_implementation=register(attention_kind(config, device)),
+            attn_implementation=attn_implementation,
             quantization_config=_quantization(config),
             device_map={"": device},
             trust_remote_code=False,

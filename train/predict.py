@@ -10,6 +10,8 @@ import torch
 from cache.checkpoint import load_hf_config
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError, DataError
+from cache.gpu_resize import decoded, pixel_values
+from cache.image_processor_choice import any_gpu
 from cache.preprocess import ImageProcessor, decode
 from cache.records import Image, ImageRef, Record, Text, Turn
 from train.adapter import NO_ADAPTER
@@ -65,11 +67,8 @@ def predict(
 def _inputs(
     record: Record, encoder: ChatEncoder, processor: ImageProcessor, max_image_pixels: int
 ) -> dict[str, torch.Tensor]:
-    """What the stock `generate` takes, on the CPU."""
-    pixels = [
-        processor(decode(ref.read(), where=ref.path, max_image_pixels=max_image_pixels), where=ref.path)
-        for ref in record.images
-    ]
+    """What stock `generate` takes: pixels where they are made (cache.image_processor_device), the rest on the CPU."""
+    pixels = [_pixels(ref, processor, max_image_pixels) for ref in record.images]
     grids = [(int(g[0]), int(g[1]), int(g[2])) for _, g in pixels]
     text = encoder.encode_prompt(record)
     parts = tuple(SampleImage("", grids[index], record.images[index]) for index in text.image_order)
@@ -87,6 +86,15 @@ def _inputs(
             "mm_token_type_ids": (input_ids == encoder.image_token_id).to(torch.int32),
         }
     return inputs
+
+
+def _pixels(ref: ImageRef, processor: ImageProcessor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    image = decode(ref.read(), where=ref.path, max_image_pixels=limit)
+    if processor.device == "cpu":
+        return processor(image, where=ref.path)
+    device = any_gpu()
+    content, grid = decoded(processor, image, where=ref.path)
+    return pixel_values(processor, content, device, where=ref.path), grid
 
 
 def prompt_record(images: Sequence[Path], prompt: str, system: str | None) -> Record:

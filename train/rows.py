@@ -11,6 +11,7 @@ import torch
 
 from cache.errors import ConfigError
 from cache.vision_tower import VisionTower
+from train.attention import attention_kind
 from train.calibrate import (
     Attempts,
     Trial,
@@ -113,8 +114,6 @@ def _circumstances(device: torch.device, config: TrainConfig, world_size: int) -
         "memory": int(memory * torch.cuda.get_per_process_memory_fraction(device)),
         "torch": torch.__version__,
         "world_size": world_size,
-        **{
-            name: getattr(config, name)
-            for name in ("attention", "torch_compile", "share_prefixes", "gradient_checkpointing")
-        },
+        "attention": attention_kind(config, device),
+        **{name: getattr(config, name) for name in ("torch_compile", "share_prefixes", "gradient_checkpointing")},
     }

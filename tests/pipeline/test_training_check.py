@@ -13,7 +13,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cache.config import ModelConfig
+from cache import flash
+from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError
 from pipeline.config import PipelineConfig
 from pipeline.training_check import check_training
@@ -85,6 +86,18 @@ def test_a_setting_that_cannot_work(
     settings: Callable[..., PipelineConfig], train: dict[str, Any], message: str
 ) -> None:
     assert message in refused(settings(train))
+
+
+def test_an_extra_that_is_not_installed(
+    settings: Callable[..., PipelineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_installed_version", lambda: None)
+    config = settings({"attention": "flash", "precision": "bf16", "device": "auto"})
+    assert "train.attention: flash needs the package flash-attn-4" in refused(config)
+
+    tower = CacheConfig(tower="fast", attn_implementation="flash_attention_4")
+    config = settings({}).model_copy(update={"cache": tower})
+    assert "cache.attn_implementation: flash_attention_4 needs the package flash-attn-4" in refused(config)
 
 
 @pytest.mark.parametrize(

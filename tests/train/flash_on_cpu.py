@@ -29,10 +29,7 @@ def seen(
         for numbers, places, whole in ((counts, index, False), (full_counts, full_index, True)):
             for other in places[0, 0, line, : int(numbers[0, 0, line])].tolist():
                 query, key = (other, line) if by_key else (line, other)
-                tile = (
-                    slice(query * BLOCK_SIZE, (query + 1) * BLOCK_SIZE),
-                    slice(key * BLOCK_SIZE, (key + 1) * BLOCK_SIZE),
-                )
+                tile = _stretch(query), _stretch(key)
                 mask[tile] = True if whole else compared[tile]
     return mask
 

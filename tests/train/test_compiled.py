@@ -76,7 +76,7 @@ def _pack(samples: Sequence[Sample], image_token: int, *, blocks: bool) -> tuple
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kind", "checkpointing"), [("flex", False), ("sdpa", False), ("sdpa", True), ("flash", False)]
+    ("kind", "checkpointing"), [("flex", False), ("sdpa", False), ("sdpa", True), ("flash", False), ("flash", True)]
 )
 def test_new_lengths_compile_nothing_new(
     tiny: Path, compiled: None, kind: Kind, checkpointing: bool, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,8 @@ The library's own kernels run on Hopper GPUs alone: tests.benchmarks.attention_s
 from __future__ import annotations
 
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tests.train.flash_on_cpu  # noqa: F401
 from cache import flash
+from cache.config import ModelConfig
 from cache.errors import ConfigError
 from tests.train.test_attention import visibilities
-from train.attention import attention_kind, register
+from train.attention import attention_kind, flash_packed_attention
 from train.config import TrainConfig
 from train.flash import flash_attention, packed_flash
+from train.model import load_full_model, load_language_model
 from train.pack_mask import BlockLayout, dense_mask
 
 CPU = torch.device("cpu")
@@ -81,37 +85,74 @@ def test_flash_in_fp32_is_refused() -> None:
 @pytest.mark.parametrize(
     ("capability", "installed", "precision", "kind"),
     [
-        ((9, 0), True, "bf16", "flash"),
-        ((9, 0), True, "fp32", "flex"),
-        ((9, 0), False, "bf16", "flex"),
-        ((8, 0), True, "bf16", "flex"),
+        ((9, 0), flash.VERSION, "bf16", "flash"),
+        ((9, 0), flash.VERSION, "fp32", "flex"),
+        ((9, 0), "4.0.0b1", "bf16", "flex"),
+        ((9, 0), None, "bf16", "flex"),
+        ((8, 0), flash.VERSION, "bf16", "flex"),
     ],
 )
 def test_auto_on_a_gpu(
-    capability: tuple[int, int], installed: bool, precision: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], installed: str | None, precision: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(flash, "is_installed", lambda: installed)
+    monkeypatch.setattr(flash, "_installed_version", lambda: installed)
     assert attention_kind(TrainConfig(precision=precision), torch.device("cuda", 0)) == kind  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("capability", "what"), [((8, 0), "needs a Hopper GPU .* an A100"), ((9, 0), "needs the package flash-attn-4")]
+    ("capability", "installed", "what"),
+    [
+        ((8, 0), flash.VERSION, "needs a Hopper GPU .* an A100"),
+        ((9, 0), None, f"needs the package flash-attn-4 {flash.VERSION}\n"),
+        ((9, 0), "4.0.0b1", f"needs the package flash-attn-4 {flash.VERSION}; 4.0.0b1 is installed"),
+    ],
 )
-def test_flash_says_what_it_lacks(capability: tuple[int, int], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_says_what_it_lacks(
+    capability: tuple[int, int], installed: str | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
-    monkeypatch.setattr(flash, "is_installed", lambda: False)
+    monkeypatch.setattr(flash, "_installed_version", lambda: installed)
     with pytest.raises(ConfigError, match=what):
         attention_kind(TrainConfig(attention="flash"), torch.device("cuda", 0))
 
 
-def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_extra_installs_the_version_that_is_asked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (wanted,) = project["optional-dependencies"]["flash"]
+    assert wanted == f"{flash.PACKAGE}[cu13]=={flash.VERSION}"
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A library that is there and cannot be imported."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import no_such_compiler")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert flash.is_installed()
-    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_compiler'"):
-        register("flash")
+    yield
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
+
+
+def test_a_broken_library_is_named(broken: None, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not taken for a damaged checkpoint."""
+    monkeypatch.setattr("train.model.attention_kind", lambda *_: "flash")
+    with pytest.raises(ConfigError) as caught:
+        load_language_model(ModelConfig(name_or_path=str(tiny)), TrainConfig(), CPU)
+    assert caught.value.what == "flash-attn-4 is installed but cannot be imported: No module named 'no_such_compiler'"
+    assert caught.value.do == flash.INSTALL
+
+
+@pytest.mark.parametrize("kind", ["flash", "flex"])
+def test_the_whole_model_needs_no_gpu_for_it(kind: str, tiny: Path) -> None:
+    """Asking and merging give it no packs, on a machine that may have no GPU."""
+    loaded = load_full_model(ModelConfig(name_or_path=str(tiny)), TrainConfig(attention=kind), CPU)  # type: ignore[arg-type]
+    assert loaded.generate(input_ids=torch.tensor([[5, 6]]), max_new_tokens=2, pad_token_id=0).shape == (1, 4)
+
+
+def test_another_block_mask_is_not_taken_for_a_packs() -> None:
+    until = np.repeat([150, 256], [150, 106])
+    moved = BlockLayout.of(until).block_mask(torch.from_numpy(until)).to("cpu")  # torch gives its own class back
+    with pytest.raises(TypeError, match="no PackMask"):
+        flash_packed_attention(torch.nn.Module(), *_states(256), moved, scaling=0.3)

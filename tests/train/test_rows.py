@@ -43,7 +43,8 @@ def settle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
         return Trial(tokens, recompute, seconds, tokens)
 
     monkeypatch.setattr(Attempts, "__call__", attempt)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
+    properties = SimpleNamespace(total_memory=1 << 30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     steps: Any = SimpleNamespace(heaviest_step=lambda epoch: (3, 20_000), longest_sample=1500)
