@@ -52,6 +52,15 @@ def test_without_a_gpu_there_is_no_live_path(make_config: MakeConfig) -> None:
         load_tower(job, torch.device("cpu"))
 
 
+def test_where_images_are_resized_makes_another_run(make_config: MakeConfig) -> None:
+    def settings_of(device: str) -> dict[str, object]:
+        return job_of(make_config({"train": "none.jsonl"}, cache={"image_processor_device": device})).settings()
+
+    on_cpu, on_gpu = settings_of("cpu"), settings_of("cuda")
+    assert on_gpu == on_cpu | {"cache.image_processor_device": "cuda"}
+    assert "cache.image_processor_device" not in on_cpu  # as in runs from before there was a choice
+
+
 def test_a_worker_leaves_resizing_to_the_training_process(tiny: Path, data_dir: Path) -> None:
     # Decoding is Pillow's with either backend.
     processor = ImageProcessor(AutoImageProcessor.from_pretrained(tiny), "cuda")

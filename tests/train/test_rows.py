@@ -92,6 +92,18 @@ def test_the_fastest_trial_is_taken_kept_and_the_model_left_as_it_wants(
     assert again == config
 
 
+def test_other_kernels_are_tried_anew(
+    settle: Callable[..., tuple[TrainConfig, Layers]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installing an extra changes what `attention: auto` means."""
+    noted = []
+    for kind in ("flex", "flash"):
+        monkeypatch.setattr(rows, "attention_kind", lambda *_, kind=kind: kind)
+        settle(TrainConfig())
+        noted.append(json.loads((tmp_path / "calibration.json").read_text())["made_for"]["attention"])
+    assert noted == ["flex", "flash"]
+
+
 def test_checkpointing_that_is_asked_for_is_the_only_way_tried(
     settle: Callable[..., tuple[TrainConfig, Layers]],
 ) -> None:
