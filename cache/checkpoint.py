@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from cache.errors import ConfigError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 VISION_PREFIXES = ("model.visual.", "visual.")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def load_hf_config(model: ModelConfig) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    _require_place(model)
     try:
         config = AutoConfig.from_pretrained(model.name_or_path, revision=model.revision, trust_remote_code=False)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -159,6 +162,7 @@ def fetch_optional(model: ModelConfig, name: str) -> Path | None:
     folder = Path(model.name_or_path)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
+    _require_place(model)
     from transformers.utils import cached_file
 
     try:
@@ -172,6 +176,17 @@ def fetch_optional(model: ModelConfig, name: str) -> Path | None:
             do="`model` must be a checkpoint folder or a hub id; gated models need `hf auth login`",
         ) from error
     return Path(found) if found is not None else None
+
+
+def _require_place(model: ModelConfig) -> None:
+    """Refuse what is no folder here and no hub id either, which the hub's library would look up for half a minute."""
+    folder = Path(model.name_or_path)
+    if not folder.is_dir() and not _HUB_ID.fullmatch(model.name_or_path):
+        raise ConfigError(
+            f"there is no such folder (looked for {folder.absolute()}), and it cannot be a hub id",
+            where=model.name_or_path,
+            do="set `model` to a checkpoint folder, or to a hub id such as Qwen/Qwen3-VL-8B-Instruct",
+        )
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:

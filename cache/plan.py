@@ -64,11 +64,13 @@ class Plan:
     def describe(self) -> str:
         """What would be done, in lines for a person."""
         others = f" by {self.part.name}; {self.missing_bytes / 1e6:.2f} MB by all parts" if self.part.of_several else ""
+        free = free_bytes(self.folder)
+        refused = ", which is not enough: the run would be refused" if self.missing_bytes > free else ""
         return (
             f"split {self.split}: {self.num_records} records, {len(self.rejected)} to leave out, "
             f"{self.num_distinct} distinct images, {self.image_tokens} image tokens\n"
             f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB{others}\n"
-            f"  free        {free_bytes(self.folder) / 1e6:.0f} MB\n"
+            f"  free        {free / 1e6:.0f} MB{refused}\n"
             f"  cache       {self.folder}"
         )
 

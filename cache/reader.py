@@ -148,7 +148,9 @@ class FeatureCache:
                 f"split {name!r} is not complete: {len(missing)} of {len(images.images)} images are missing, "
                 f"e.g. {missing[0].path}",
                 where=self.files.where,
-                do=self.files.advice(f"{commands} again: it goes on where it was"),
+                do=self.files.advice(
+                    f"{commands} again: it goes on where it was, and takes up what an interrupted run left"
+                ),
             )
         return images
 

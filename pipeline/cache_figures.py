@@ -54,11 +54,13 @@ def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:
     recovered = figures["recovered_images"]
     taken_up = [f"  taken up         {recovered} images of an interrupted run"] if recovered else []
     listed = f", listed in {settings.output_dir / figures['split']}.rejected.jsonl" if count else ""
+    nothing = "" if figures["encoded_images"] or recovered else ": nothing was left to encode"
     return "\n".join(
         [
             f"split {figures['split']}: {figures['num_records']} records, {figures['distinct_images']} distinct images",
             *taken_up,
-            f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s",
+            f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s"
+            f"{nothing}",
             f"  written now      {figures['written_bytes'] / 1e6:.2f} MB",
             f"  cache            {figures['cache']}",
             f"  image tokens     {figures['image_tokens']}",

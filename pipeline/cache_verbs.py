@@ -141,6 +141,9 @@ def prune(settings: PipelineConfig, *, fingerprint: str | None, leftovers: bool,
         files = remove_leftovers(holdings)
         lines += [f"deleted {file}" for file in files]
         lines.append(f"deleted {len(files)} leftover files, {size / 1e6:.2f} MB")
+        young = sum(len(holding.temporary) - len(holding.stale) for holding in holdings)
+        if young:
+            lines.append(f"kept {young} temporary files younger than an hour: a writer may be at work on them")
     return "\n".join(lines)
 
 

@@ -52,7 +52,8 @@ def status(settings: PipelineConfig, progress: Progress, client: SlurmClient) ->
     chain = folder.load()
     if chain is None:
         return (
-            f"nothing was submitted for {settings.output_dir}; {runnable('`pipeline submit`')} does it\n"
+            f"nothing was submitted for {settings.output_dir}; "
+            f"{runnable('`pipeline submit`')} submits what is not finished\n"
             "Jobs of slurm/chain.sh, or of an sbatch of your own, are not followed: `squeue --me` shows them."
         )
     infos = look(chain, client)

@@ -28,7 +28,7 @@ EXIT_CODES = {
     "0": "done",
     str(BUG): "a bug in the program; a traceback is shown",
     str(ConfigError.exit_code): "configuration or command line: a setting, an option, a path, a model",
-    str(DataError.exit_code): "data: a record or an image that cannot be used",
+    str(DataError.exit_code): "data: a split's file, a record or an image that cannot be used",
     str(CacheError.exit_code): "cache: missing, incomplete, damaged, or made by something else",
     str(ResourceError.exit_code): "memory or disk ran out, or a file that is there cannot be read now",
     str(SlurmError.exit_code): "SLURM is missing, does not answer, or refused something",

@@ -158,7 +158,7 @@ def verify(
 
     settings = load(config, overrides)
     if against_live and split is None:
-        raise ConfigError("verify --against-live needs a split", do="give one with --split")
+        raise ConfigError("verify --against-live needs a split", do=f"give --split {' or '.join(settings.data.splits)}")
     with Bar() as progress:
         if against_live:
             job = job_of(settings, from_cache=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cache.checkpoint
-from cache.checkpoint import INDEX_FILE, SINGLE_FILE, VisionWeights, fetch_optional
+from cache.checkpoint import INDEX_FILE, SINGLE_FILE, VisionWeights, fetch_optional, load_hf_config
 from cache.config import CacheConfig, ModelConfig
 from cache.errors import ConfigError
 from cache.vision_tower import VisionTower
@@ -161,3 +161,14 @@ def test_a_folder_that_is_no_checkpoint_of_the_family(checkpoint: Path, text: st
         load(checkpoint)
     assert caught.value.where == str(checkpoint)
     assert caught.value.do
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "/no/such/model", "./models/here", "../models/there", "a/b/c"])
+def test_a_misspelt_folder_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
+    model = ModelConfig(name_or_path=name)
+    for look in (load_hf_config, VisionWeights.find):
+        with pytest.raises(ConfigError, match="there is no such folder") as caught:
+            look(model)
+        assert caught.value.where == name
+        assert str(Path(name).absolute()) in caught.value.what

@@ -225,7 +225,7 @@ def test_slurm_is_not_installed(
     assert "run this on a login node of the cluster" in refused.err
     status = verb("status", "--config", config).out
     assert status.startswith("nothing was submitted for")
-    assert f"`pipeline submit --config {config}` does it\nJobs of slurm/chain.sh," in status
+    assert f"`pipeline submit --config {config}` submits what is not finished\nJobs of slurm/chain.sh," in status
     assert "are not followed: `squeue --me` shows them" in status
     assert verb("cancel", "--config", config).out.startswith("nothing to cancel")
 
