@@ -9,7 +9,7 @@ import torch
 from cache.errors import ConfigError
 
 PACKAGE, VERSION = "flash-attn-4", "4.0.0b36"
-INSTALL = "pip install 'vision-once[flash]'"
+INSTALL = f"pip install '{PACKAGE}[cu13]=={VERSION}'"  # as the extra `flash` does, wherever this project came from
 _CAPABILITY = (9, 0)
 
 
@@ -47,6 +47,19 @@ def _installed_version() -> str | None:
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels were tried on GPUs of this kind."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+def require_hopper(setting: str, device: torch.device, *, otherwise: str) -> None:
+    """Check the GPU; arguments as for `require_installed`.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if not runs_on(device):
+        raise ConfigError(
+            f"{setting} needs a Hopper GPU (H100, H200); this is {torch.cuda.get_device_name(device)}",
+            do=f"use {otherwise}",
+        )
 
 
 def require_kernels(setting: str) -> None:

@@ -105,14 +105,10 @@ def _require_fast(cache: CacheConfig, device: torch.device) -> None:
         raise ConfigError("cache.tower: fast needs a GPU", do="set cache.tower: stock")
     if cache.attn_implementation != "flash_attention_4":
         return
-    if not flash.runs_on(device):
-        raise ConfigError(
-            f"cache.attn_implementation: flash_attention_4 needs a Hopper GPU (H100, H200); this is "
-            f"{torch.cuda.get_device_name(device)}",
-            do="use sdpa",
-        )
-    flash.require_installed("cache.attn_implementation: flash_attention_4", otherwise="sdpa")
-    flash.require_kernels("cache.attn_implementation: flash_attention_4")
+    setting = f"cache.attn_implementation: {cache.attn_implementation}"
+    flash.require_hopper(setting, device, otherwise="sdpa")
+    flash.require_installed(setting, otherwise="sdpa")
+    flash.require_kernels(setting)
 
 
 def _build(model: ModelConfig, cache: CacheConfig) -> torch.nn.Module:

@@ -32,17 +32,9 @@ def attention_kind(config: TrainConfig, device: torch.device) -> Kind:
     if config.attention != "sdpa" and device.type != "cuda":
         raise ConfigError(f"train.attention: {config.attention} needs a GPU", do="use auto or sdpa")
     if config.attention == "flash":
-        _require_flash(device)
+        flash.require_hopper("train.attention: flash", device, otherwise="auto or flex")
+        flash.require_installed("train.attention: flash", otherwise="auto or flex")
     return config.attention
-
-
-def _require_flash(device: torch.device) -> None:
-    if not flash.runs_on(device):
-        raise ConfigError(
-            f"train.attention: flash needs a Hopper GPU (H100, H200); this is {torch.cuda.get_device_name(device)}",
-            do="use auto or flex",
-        )
-    flash.require_installed("train.attention: flash", otherwise="auto or flex")
 
 
 def register(kind: Kind) -> str:
