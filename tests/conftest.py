@@ -29,6 +29,11 @@ settings.register_profile(
 settings.load_profile("seeded")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on a cluster first: they wait more than they compute, and last they would keep one worker alone."""
+    items.sort(key=lambda item: "slurm" not in item.path.parts)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tests on a real cluster that were not run are not to be overlooked."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "SLURM is not installed" in str(r.longrepr)]

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,27 +127,55 @@ def _prepare(rank: int, job: Job, event: Event) -> int:
     from train.run import run_training
 
     stop_request.install()
-    progress = _SlowIn1(rank, job.output_dir.with_name("through"), event)
-    return exit_code_of(lambda: run_training(job, progress, stop_request) and None)
+    signs = _Signs(job.output_dir)
+
+    def should_stop() -> bool:
+        if stop_request():
+            signs.put(f"asked{rank}")
+        return stop_request()
+
+    progress = _SlowIn1(rank, signs, event)
+    return exit_code_of(lambda: run_training(job, progress, should_stop) and None)
+
+
+class _Signs:
+    """What processes tell each other without the group that is tried."""
+
+    def __init__(self, beside: Path) -> None:
+        self._beside = beside
+
+    def put(self, name: str) -> None:
+        self._file(name).touch()
+
+    def await_(self, *names: str) -> None:
+        while not all(self._file(name).exists() for name in names):
+            time.sleep(0.01)
+
+    def _file(self, name: str) -> Path:
+        return self._beside.with_name(f"{self._beside.name}-{name}")
 
 
 class _SlowIn1(Silent):
-    """Slow in process 1; the event comes a second after process 0 is through."""
+    """Slow in process 1; the event comes a second after process 0 is through.
 
-    def __init__(self, rank: int, through: Path, event: Event) -> None:
-        self._rank, self._through, self._event = rank, through, event
+    Signals come one after the other, each when the one before was heard, and process 1 goes on after the last: else
+    the first of them could end both processes before the second is there, and their exit codes would be chance.
+    """
+
+    def __init__(self, rank: int, signs: _Signs, event: Event) -> None:
+        self._rank, self._signs, self._event = rank, signs, event
         if rank in event.signalled:
             threading.Thread(target=self._signal, daemon=True).start()
 
     def start(self, what: str, total: int, unit: str) -> None:
         if self._rank == 0:
-            self._through.touch()
+            self._signs.put("through")
 
     def advance(self, count: int = 1) -> None:
         if self._rank == 1:
-            time.sleep(4.0)
+            self._wait()
+            self._signs.await_(*self._heard(self._event.signalled))
             if self._event.failure is not None:
-                self._wait()
                 self._fail()
 
     def _fail(self) -> None:
@@ -156,13 +184,17 @@ class _SlowIn1(Silent):
         os._exit(9)
 
     def _wait(self) -> None:
-        while not self._through.exists():
-            time.sleep(0.01)
+        self._signs.await_("through")
         time.sleep(1.0)
 
     def _signal(self) -> None:
         self._wait()
+        self._signs.await_(*self._heard(rank for rank in self._event.signalled if rank < self._rank))
         os.kill(os.getpid(), signal.SIGUSR1)
+
+    @staticmethod
+    def _heard(ranks: Iterable[int]) -> list[str]:
+        return [f"asked{rank}" for rank in ranks]
 
 
 def _signal_later(metrics: Path, lines: int) -> None:
