@@ -13,7 +13,8 @@ from cache.dataset import Rejection
 from cache.errors import DataError
 from cache.records import Record
 
-LEAVE_OUT = "mend it, or leave such records out with data.on_bad_record: report"
+_LEAVE = "leave such records out with data.on_bad_record: report"
+LEAVE_OUT = f"mend it, or {_LEAVE}"
 
 
 def reject_images(records: Iterable[Record], refused: Mapping[str, DataError], data: DataConfig) -> list[Rejection]:
@@ -31,10 +32,16 @@ def reject_images(records: Iterable[Record], refused: Mapping[str, DataError], d
             if path in refused:
                 error = refused[path]
                 if data.on_bad_record == "fail":
-                    raise DataError(f"image {path}: {error.what}", where=record.source, do=error.do or LEAVE_OUT)
+                    raise DataError(f"image {path}: {error.what}", where=record.source, do=_advice(error.do))
                 rejected.append(Rejection(record.source, f"image {path}: {error.what}"))
                 break
     return rejected
+
+
+def _advice(do: str | None) -> str:
+    if do is None:
+        return LEAVE_OUT
+    return do if "on_bad_record" in do else f"{do}, or {_LEAVE}"
 
 
 def list_rejected(folder: Path, split: str, rejected: Sequence[Rejection]) -> Path | None:

@@ -37,6 +37,13 @@ def attention_kind(config: TrainConfig, device: torch.device) -> Kind:
     return config.attention
 
 
+def what_auto_is(config: TrainConfig, device: torch.device) -> str:
+    """The choice of `attention: auto` for the log, and how to get a faster one that this GPU has."""
+    kind = attention_kind(config, device)
+    faster = kind != "flash" and config.precision != "fp32" and flash.runs_on(device)
+    return f"{kind}; flash is faster on this GPU: {flash.INSTALL}" if faster else kind
+
+
 def register(kind: Kind) -> str:
     """Make the implementation known to transformers and return its name for `attn_implementation`.
 

@@ -44,15 +44,21 @@ class PackMask(BlockMask):
 class BlockLayout:
     """Which blocks of a row's mask hold anything, found on the host, ahead of need.
 
-    Attributes:
-        partial_count, full_count: (1, 1, B) int32, blocks of keys that a block of queries sees in part, and whole.
-        partial_index, full_index: (1, 1, B, B) int32, which ones; what stands behind the count has no meaning.
+    Attributes, by torch's names; B blocks, and what stands behind a count has no meaning:
+        kv_num_blocks, full_kv_num_blocks: (1, 1, B) int32, blocks of keys that a block of queries sees in part, and
+            whole.
+        kv_indices, full_kv_indices: (1, 1, B, B) int32, which ones.
+        q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: the same the other way round, for the backward pass.
     """
 
-    partial_count: torch.Tensor
-    partial_index: torch.Tensor
-    full_count: torch.Tensor
-    full_index: torch.Tensor
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor
+    full_kv_indices: torch.Tensor
+    q_num_blocks: torch.Tensor
+    q_indices: torch.Tensor
+    full_q_num_blocks: torch.Tensor
+    full_q_indices: torch.Tensor
 
     @classmethod
     def of(cls, visible_until: npt.NDArray[np.int64]) -> BlockLayout:
@@ -68,7 +74,7 @@ class BlockLayout:
         some = (key < query) & (ends.max(axis=1)[None, :] > query * BLOCK_SIZE)
         every = (key < query) & (ends.min(axis=1)[None, :] >= (query + 1) * BLOCK_SIZE)
         partial = (some & ~every) | (key == query)
-        return cls(*_ordered(partial), *_ordered(every))
+        return cls(*_ordered(partial), *_ordered(every), *_ordered(partial.T), *_ordered(every.T))
 
     def map_tensors(self, how: str, *args: object, **kwargs: object) -> BlockLayout:
         """A copy in which the method `how` was called on every tensor."""
@@ -81,14 +87,17 @@ class BlockLayout:
             return (query >= key) & (query < visible_until[key])
 
         mask = PackMask.from_kv_blocks(
-            self.partial_count,
-            self.partial_index,
-            self.full_count,
-            self.full_index,
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
             BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=visible,
+            compute_q_blocks=False,  # torch would find them on the device, in dozens of small kernels
         )
         assert isinstance(mask, PackMask)
+        mask.q_num_blocks, mask.q_indices = self.q_num_blocks, self.q_indices
+        mask.full_q_num_blocks, mask.full_q_indices = self.full_q_num_blocks, self.full_q_indices
         mask.visible_until = visible_until.int()
         return mask
 

@@ -18,6 +18,7 @@ from cache.errors import StoppedError
 from cache.progress import Progress, Silent
 from cache.vision_tower import VisionTower
 from train.adapter import require_adapter
+from train.attention import what_auto_is
 from train.best_metric import needs_answers, require_given
 from train.config import TrainConfig
 from train.dataset import Samples
@@ -154,6 +155,8 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
     from train.trainer import StepTrainer
 
     device = training_device(job.train)
+    if job.train.attention == "auto" and not arguments.process_index:
+        logger.info("train.attention: auto is %s", what_auto_is(job.train, device))
     model = _make_model(job, device)
     tower = None if job.from_cache else load_tower(job, device)
     share = {"rank": arguments.process_index, "world_size": arguments.world_size}

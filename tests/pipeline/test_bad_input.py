@@ -66,7 +66,7 @@ def test_an_image_that_cannot_be_used(
     rows = [row(), row("bad.png"), row("good1.png")]
 
     refused = run("cache", "--config", config(*rows), "--split", "train")
-    refused.check_refusal(3, "train.jsonl:2: ", "bad.png", reason)
+    refused.check_refusal(3, "train.jsonl:2: ", "bad.png", reason, "data.on_bad_record: report")
 
     reporting = config(*rows, data=ENOUGH)
     cached = run("cache", "--config", reporting, "--split", "train")
@@ -93,7 +93,7 @@ def test_an_image_that_cannot_be_used_on_the_live_path(
 
     refused = run("train", "--config", config(row(), row("bad.png")))
 
-    refused.check_refusal(3, "bad.png", reason)
+    refused.check_refusal(3, "bad.png", reason, "data.on_bad_record: report")
 
 
 FINE_IMAGES = {

@@ -83,6 +83,7 @@ def test_demo_reaches_its_accuracy_and_writes_its_report(tmp_path: Path, capfd: 
     assert page.count("data:image/") >= 8
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_features_of_another_image_teach_nothing(cached_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.inputs, "CachedSource", _PermutedSource)

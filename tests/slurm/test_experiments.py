@@ -94,6 +94,7 @@ def test_five_experiments_as_jobs(
     assert again.out.endswith("1. train-broken\n2. eval-broken, after train-broken\n3. compare, after eval-broken\n")
 
 
+@pytest.mark.soak
 def test_five_experiments_in_one_allocation(
     cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from .cluster import Cluster
 from .conftest import jobs_of, steps_of
 
 pytestmark = pytest.mark.timeout(900)
-STEPS = 400
 _STOPS = """\
 import os, signal, sys
 from cache.errors import StoppedError
@@ -41,55 +40,76 @@ def _submit_training(verb: Callable[..., Any], config: Path) -> str:
     return jobs_of(config)["train"]
 
 
-def test_after_three_interruptions_the_adapter_is_bit_identical(
-    cluster: Cluster, verb: Callable[..., Any], job_config: Callable[..., Path], features: Path, tmp_path: Path
-) -> None:
-    train = {"max_steps": STEPS, "save_steps": 20, "save_total_limit": 1}
-    config = job_config(cache={"dir": str(features)}, train=train)
-    whole = tmp_path / "whole"
-    assert verb("train", "--config", config, "--from-cache", "--set", f"output_dir={whole}").code == 0
-    run = tmp_path / "run"
-    job = _submit_training(verb, config)
-
-    def trains_on(after: int) -> None:
-        wanted = after + 25
-        cluster.until(
-            lambda: max(steps_of(run), default=0) >= wanted,
-            f"training is past step {wanted}",
-            now=lambda: _log(run, job),
-        )
-
-    # The signal that comes ahead of the time limit.
-    trains_on(0)
+def _signal(cluster: Cluster, job: str, restarts: int) -> None:
+    """As it comes ahead of the time limit."""
     cluster.client("scancel", "--signal=USR1", "--batch", job)
-    cluster.until(lambda: cluster.show(job, "Restarts") == "1", "it goes back into the queue")
-    first = max(steps_of(run))
-    assert (run / f"checkpoint-{first}").is_dir()
-    assert "put back into the queue 1 times" in verb("status", "--config", config).out
-    # A job of a partition that goes first; it wants all of both nodes.
-    trains_on(first)
-    assert re.search(r"step \d+ of 400, ends about .*, before its limit ", verb("status", "--config", config).out)
+    cluster.until(lambda: cluster.show(job, "Restarts") == str(restarts), "it goes back into the queue")
+
+
+def _preempt(cluster: Cluster, job: str, restarts: int) -> None:
+    """A job of a partition that goes first; it wants all of both nodes."""
     urgent = cluster.client(
         "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).strip()
-    cluster.until(lambda: cluster.show(job, "Restarts") == "2", "it is preempted")
-    second = max(steps_of(run))
-    assert (run / f"checkpoint-{second}").is_dir()
-    # A node that dies takes what was done since the last checkpoint with it.
-    trains_on(second)
+    cluster.until(lambda: cluster.show(job, "Restarts") == str(restarts), "it is preempted")
+    assert cluster.wait([urgent]) == {urgent: "COMPLETED"}
+
+
+def _kill_node(cluster: Cluster, job: str, restarts: int) -> None:
+    """A node that dies takes what was done since the last checkpoint with it."""
     node = cluster.show(job, "BatchHost")
     cluster.kill_node(node)
     cluster.client("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power")
-    cluster.until(lambda: cluster.show(job, "Restarts") == "3", "the dead node's job is queued again")
+    cluster.until(lambda: cluster.show(job, "Restarts") == str(restarts), "the dead node's job is queued again")
     cluster.start_node(node)
 
-    assert cluster.wait([job, urgent]) == {job: "COMPLETED", urgent: "COMPLETED"}
-    assert steps_of(run) == list(range(1, STEPS + 1))
+
+@pytest.mark.parametrize(
+    ("interruptions", "steps"),
+    [
+        ([_signal], 200),
+        pytest.param([_signal, _preempt, _kill_node], 400, marks=pytest.mark.soak),
+    ],
+    ids=["a signal", "a signal, a preemption, a dying node"],
+)
+def test_after_interruptions_the_adapter_is_bit_identical(
+    cluster: Cluster,
+    verb: Callable[..., Any],
+    job_config: Callable[..., Path],
+    features: Path,
+    tmp_path: Path,
+    interruptions: list[Callable[[Cluster, str, int], None]],
+    steps: int,
+) -> None:
+    train = {"max_steps": steps, "save_steps": 20, "save_total_limit": 1}
+    config = job_config(cache={"dir": str(features)}, train=train)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert verb("train", "--config", config, "--from-cache", "--set", f"output_dir={whole}").code == 0
+    job = _submit_training(verb, config)
+
+    after = 0
+    for number, interrupt in enumerate(interruptions, 1):
+        wanted = after + 25
+        cluster.until(
+            lambda wanted=wanted: max(steps_of(run), default=0) >= wanted,
+            f"training is past step {wanted}",
+            now=lambda: _log(run, job),
+        )
+        said = verb("status", "--config", config).out
+        assert re.search(rf"step \d+ of {steps}, ends about .*, before its limit ", said)
+        interrupt(cluster, job, number)
+        after = max(steps_of(run))
+        if interrupt is not _kill_node:
+            assert (run / f"checkpoint-{after}").is_dir()
+            assert f"put back into the queue {number} times" in verb("status", "--config", config).out
+
+    assert cluster.wait([job]) == {job: "COMPLETED"}
+    assert steps_of(run) == list(range(1, steps + 1))
     adapter = "adapter/adapter_model.safetensors"
     assert (run / adapter).read_bytes() == (whole / adapter).read_bytes()
     log = _log(run, job)
     assert f"job {job} goes back into the queue, for the 1. time of at most 20" in log
-    assert log.count("going on from") == 3
+    assert log.count("going on from") == len(interruptions)
 
 
 def _log(run: Path, job: str) -> str:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from train.pack_mask import BLOCK_SIZE, BlockLayout, dense_mask
 
@@ -51,6 +51,21 @@ def test_block_layout_is_the_dense_mask(until: npt.NDArray[np.int64]) -> None:
                 assert not tile.any()
     # Inside partial blocks the mask function decides.
     assert torch.equal(create_mask(mask.mask_mod, 1, 1, len(until), len(until), device="cpu")[0, 0], dense)
+
+
+@given(until=visibilities())
+@settings(max_examples=60, deadline=None)
+def test_blocks_by_keys_are_those_that_torch_finds(until: npt.NDArray[np.int64]) -> None:
+    mask = BlockLayout.of(until).block_mask(torch.from_numpy(until))
+    theirs = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    )
+    for counts, indices in (("q_num_blocks", "q_indices"), ("full_q_num_blocks", "full_q_indices")):
+        count = getattr(theirs, counts)
+        assert torch.equal(getattr(mask, counts), count)
+        known = torch.arange(count.shape[-1]) < count[..., None]
+        assert torch.equal(getattr(mask, indices)[known], getattr(theirs, indices)[known])
+        assert getattr(mask, indices).dtype == getattr(theirs, indices).dtype
 
 
 def test_block_layout_is_no_larger_than_torchs_own() -> None:

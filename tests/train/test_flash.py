@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from cache import flash
 from cache.config import ModelConfig
 from cache.errors import ConfigError
 from tests.train.test_attention import visibilities
-from train.attention import attention_kind, flash_packed_attention
+from train.attention import attention_kind, flash_packed_attention, what_auto_is
 from train.config import TrainConfig
 from train.flash import flash_attention, packed_flash
 from train.model import load_full_model, load_language_model
@@ -83,21 +84,28 @@ def test_flash_in_fp32_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "precision", "kind"),
+    ("capability", "installed", "precision", "kind", "advice"),
     [
-        ((9, 0), flash.VERSION, "bf16", "flash"),
-        ((9, 0), flash.VERSION, "fp32", "flex"),
-        ((9, 0), "4.0.0b1", "bf16", "flex"),
-        ((9, 0), None, "bf16", "flex"),
-        ((8, 0), flash.VERSION, "bf16", "flex"),
+        ((9, 0), flash.VERSION, "bf16", "flash", ""),
+        ((9, 0), flash.VERSION, "fp32", "flex", ""),
+        ((9, 0), "4.0.0b1", "bf16", "flex", f"; flash is faster on this GPU: {flash.INSTALL}"),
+        ((9, 0), None, "bf16", "flex", f"; flash is faster on this GPU: {flash.INSTALL}"),
+        ((8, 0), flash.VERSION, "bf16", "flex", ""),
     ],
 )
 def test_auto_on_a_gpu(
-    capability: tuple[int, int], installed: str | None, precision: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    installed: str | None,
+    precision: Literal["bf16", "fp32"],
+    kind: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(flash, "_installed_version", lambda: installed)
-    assert attention_kind(TrainConfig(precision=precision), torch.device("cuda", 0)) == kind  # type: ignore[arg-type]
+    config, device = TrainConfig(precision=precision), torch.device("cuda", 0)
+    assert attention_kind(config, device) == kind
+    assert what_auto_is(config, device) == kind + advice
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ def test_workers_change_nothing(run_cached: Callable[..., Run]) -> None:
     assert _same(run_cached("none", **SETTINGS), run_cached("two", **SETTINGS, dataloader_num_workers=2))
 
 
+def test_what_auto_takes_is_said(run_cached: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="train")
+    run_cached("said", max_steps=1)
+    assert "train.attention: auto is sdpa" in caplog.messages
+    assert "train.tokens_per_pack: auto is 8192 where there is no GPU" in caplog.messages
+
+
 def test_every_step_is_logged_with_rates(run_cached: Callable[..., Run]) -> None:
     lines = [line for line in run_cached("run", **SETTINGS).lines() if "samples_per_second" in line]
     assert len(lines) == STEPS
