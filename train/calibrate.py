@@ -21,8 +21,8 @@ import torch
 from cache.atomic import write_text
 from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
-from train.features import features_on
 from train.loss import pack_loss
+from train.on_device import packs_on
 from train.step import Step, StepDataset
 
 CALIBRATION_FILE = "calibration.json"
@@ -120,6 +120,9 @@ class Attempts:
         recomputing(self._model, recompute)
         self._model.train()
         step = self._steps(tokens)[self._step]
+        if self._device.type == "cuda":
+            step = step.pin_memory()  # as in training
+        _clean(self._model, self._device)  # or the peak would be that of loading the model
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             seconds, peak = self._measure(step)
         _clean(self._model, self._device)
@@ -148,11 +151,9 @@ class Attempts:
     def _run(self, step: Step) -> float:
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
-        features = features_on(self._device, step.images, self._tower)
-        for pack in step.packs:
-            on_device = pack.map_tensors("to", self._device, non_blocking=True)
+        for pack, features in packs_on(self._device, step, self._tower):
             with self._autocast():
-                loss = pack_loss(self._model, on_device, features, scale=1 / step.total_weight)
+                loss = pack_loss(self._model, pack, features, scale=1 / step.total_weight)
             loss.backward()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - started

@@ -53,15 +53,17 @@ class TrainConfig(Section):
     """Samples per optimizer step, over all processes. What is in a step never depends on how it is split."""
     tokens_per_pack: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own). Bounds memory;
-    does not change the result. `auto`: the first start tries on the GPU which rows fit and are fastest, with and
-    without activation checkpointing, and keeps the choice in the run folder (calibration.json); 8192 on a CPU."""
+    does not change the result (with `lora.lora_dropout`, other numbers are drawn). `auto`: the first start tries on the
+    GPU which rows fit and are fastest, with and without activation checkpointing, and keeps the choice in the run
+    folder (calibration.json); 8192 on a CPU."""
     order: Literal["sample", "image", "file"] = "image"
     """`sample`: rows in random order. `image`: the rows of one image come together, images in random order, so that a
     step reads an image once for all its questions; steps are less random then. `file`: as the rows stand in the file,
     every epoch, for data that was put in an order on purpose (docs/data.md)."""
     share_prefixes: bool = True
     """Samples of a step whose tokens and images are identical up to some point share that prefix: it is computed once.
-    Does not change the result."""
+    Does not change the result, except with `lora.lora_dropout` above 0: what is dropped in a shared prefix is drawn
+    once for all its samples, and a run that goes on with another value draws other numbers from there on."""
     num_train_epochs: float = Field(default=3.0, gt=0)
     """Passes over the data."""
     max_steps: int = -1

@@ -19,6 +19,7 @@ from train.features import FeatureSource, features_on
 from train.generate import generate
 from train.loss import pack_loss
 from train.metrics import answer_of, exact_match, summarize
+from train.on_device import packs_on
 from train.sample import widen
 from train.stage_losses import StageLosses
 from train.step import Step
@@ -60,23 +61,30 @@ class Evaluator:
     config: EvalConfig
     tower: VisionTower | None = None
 
-    def run(self, model: Any, prompts: Samples, progress: Progress) -> Evaluation:
+    def run(
+        self, model: Any, prompts: Samples, progress: Progress, *, rank: int = 0, world_size: int = 1
+    ) -> Evaluation:
         """Answer the last turn of every record.
 
         Args:
             prompts: from SampleBuilder.prompts.
+            rank, world_size: of this process. The processes divide the batches, which are those of one process, and
+                exchange the answers; each returns all of them. Every process must call this.
         """
         model.eval()
         count = min(len(prompts.samples), self.config.limit or len(prompts.samples))
         # Alike lengths together: less padding. The order of the output is the dataset's.
         order = sorted(range(count), key=lambda index: prompts.samples[index].num_tokens)
         texts: dict[int, str] = {}
-        progress.start("generating answers", count, "sample")
-        for start in range(0, count, self.config.batch_size):
-            batch = order[start : start + self.config.batch_size]
+        batches = [order[start : start + self.config.batch_size] for start in range(0, count, self.config.batch_size)]
+        mine = batches[rank::world_size]
+        progress.start("generating answers", sum(map(len, mine)), "sample")
+        for batch in mine:
             texts |= dict(zip(batch, self._generate(model, prompts, batch), strict=True))
             progress.advance(len(batch))
         progress.finish()
+        if world_size > 1:
+            texts = _of_all(texts, world_size)
         predictions = [_prediction(prompts.records[index], texts[index]) for index in range(count)]
         scores = summarize(
             [p.prediction for p in predictions],
@@ -102,6 +110,13 @@ class Evaluator:
         )
 
 
+def _of_all(texts: dict[int, str], world_size: int) -> dict[int, str]:
+    """The answers of all processes."""
+    shares: list[dict[int, str]] = [{} for _ in range(world_size)]
+    torch.distributed.all_gather_object(shares, texts)
+    return {index: text for share in shares for index, text in share.items()}
+
+
 @torch.no_grad()
 def weighted_loss(
     model: Any,
@@ -119,14 +134,12 @@ def weighted_loss(
     model.eval()
     totals = torch.zeros(2, device=device, dtype=torch.float64)
     for step in steps:
-        features = features_on(device, step.images, tower)
-        for pack in step.packs:
-            on_device = pack.map_tensors("to", device, non_blocking=True)
-            losses = stages.room(on_device)
+        for pack, features in packs_on(device, step, tower):
+            losses = stages.room(pack)
             with context():
-                totals[0] += pack_loss(model, on_device, features, losses=losses)
-            stages.add(on_device, losses)
-            totals[1] += on_device.target_weights.sum()
+                totals[0] += pack_loss(model, pack, features, losses=losses)
+            stages.add(pack, losses)
+            totals[1] += pack.target_weights.sum()
     return totals
 
 

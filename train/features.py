@@ -16,6 +16,7 @@ from cache.preprocess import ImageProcessor, decode
 from cache.quantize import restore
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
+from train.handing_over import shared_bytes
 from train.sample import SampleImage
 from train.shared_memory import give_back
 
@@ -43,6 +44,17 @@ class CachedImage:
         """The features on a device; quantised ones travel in their 8 bits and are dequantised there."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return restore(moved.features, self.dtype)
+
+    def like(self, device: torch.device) -> CachedImage:
+        """Room for the same on a device."""
+        return self._map(lambda tensor: torch.empty_like(tensor, device=device))
+
+    def fill(self, source: CachedImage) -> None:
+        """Copy another's tensors into these."""
+        theirs = source.features.tensors()
+        for name, tensor in self.features.tensors().items():
+            if name != "image_grid_thw":
+                tensor.copy_(theirs[name], non_blocking=True)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CachedImage:
         """A copy in which every tensor but the grid, which the host reads, was changed."""
@@ -137,9 +149,7 @@ class CachedSource(FeatureSource):
         """In a data-loader worker, memory that the training process maps: it would be copied to such memory anyway."""
         if get_worker_info() is None:
             return None
-        size = self._cache.out_bytes(key)
-        storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # as default_collate does
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return shared_bytes(self._cache.out_bytes(key))
 
 
 class LiveSource(FeatureSource):

@@ -6,6 +6,7 @@ off by some 4 percent (bfloat16: 0.2), which docs/benchmarks/training.md shows b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,12 +39,20 @@ def require_fp8(device: torch.device) -> None:
 def to_fp8(model: torch.nn.Module) -> None:
     """Replace every linear layer below `model` by its FP8 form, in place, one after another.
 
+    Each old weight is freed before the next is rounded, so the device needs room for the model and one layer more.
+
     Raises:
         ConfigError: a layer's widths are no multiples of 16, or many weights are in no linear layer (mixture of
             experts).
     """
-    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    covered = sum(layer.weight.numel() for layer in layers)
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    _require_linear(model, names)
+    for name in names:
+        model.set_submodule(name, Fp8Linear(_linear(model, name)))  # nothing else holds the old weight
+
+
+def _require_linear(model: torch.nn.Module, names: Sequence[str]) -> None:
+    covered = sum(_linear(model, name).weight.numel() for name in names)
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     whole = sum(p.numel() for p in model.parameters()) - sum(e.weight.numel() for e in embeddings)
     if covered < _LEAST_SHARE * whole:
@@ -52,16 +61,20 @@ def to_fp8(model: torch.nn.Module) -> None:
             "weights; a mixture of experts keeps the others elsewhere",
             do="set train.quantization: none or nf4",
         )
-    for name, module in list(model.named_modules()):
-        if type(module) is not torch.nn.Linear:
-            continue
-        if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+    for name in names:
+        layer = _linear(model, name)
+        if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
             raise ConfigError(
                 f"train.quantization: fp8 needs widths that are multiples of {_MULTIPLE}; "
-                f"{name} is {module.in_features} x {module.out_features}",
+                f"{name} is {layer.in_features} x {layer.out_features}",
                 do="set train.quantization: none or nf4",
             )
-        model.set_submodule(name, Fp8Linear(module))
+
+
+def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, torch.nn.Linear)
+    return layer
 
 
 class Fp8Linear(torch.nn.Linear):

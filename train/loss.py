@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def pack_logits(model: Any, pack: Pack, features: Sequence[VisionFeatures]) -> t
 def pack_loss(
     model: Any,
     pack: Pack,
-    features: Sequence[VisionFeatures],
+    features: Sequence[VisionFeatures] | Mapping[int, VisionFeatures],
     *,
     scale: float = 1.0,
     losses: torch.Tensor | None = None,
@@ -41,7 +41,9 @@ def pack_loss(
     """Sum over the pack's targets of scale * weight * cross-entropy, a scalar in fp32.
 
     Args:
-        model: as train.model.load_language_model gives it, bare or wrapped; others as for `pack_logits`.
+        model: as train.model.load_language_model gives it, bare or wrapped.
+        pack: on the model's device.
+        features: the step's distinct images, or by their place among them those of the pack.
         losses: (T,) float32, filled with each target's own loss, without weight and scale.
     """
     targets = Targets(pack.target_positions, pack.target_ids, pack.target_weights * scale, losses)

@@ -102,8 +102,6 @@ def load_language_model(model: ModelConfig, config: TrainConfig, device: torch.d
     loaded = _load(WithoutTower, model, config, device, attention, **loading_arguments(config))
     if is_sharded(config):
         gather_in_forward(loaded)
-    if config.quantization == "fp8":
-        to_fp8(loaded.model.language_model)
     return loaded
 
 
@@ -111,10 +109,7 @@ def load_full_model(model: ModelConfig, config: TrainConfig, device: torch.devic
     """The stock model, tower included, frozen, on `device`. Raises as `load_language_model`."""
     if config.quantization == "fp8":
         require_fp8(device)
-    loaded = _load(_stock_class(model), model, config, device, "sdpa")  # it is given no packs
-    if config.quantization == "fp8":
-        to_fp8(loaded.model.language_model)
-    return loaded
+    return _load(_stock_class(model), model, config, device, "sdpa")  # it is given no packs
 
 
 def mm_encoder_outputs(features: Sequence[VisionFeatures]) -> dict[str, Any] | None:
@@ -168,9 +163,7 @@ def _load(
             **arguments,
         )
     except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            "the language model does not fit the GPU's memory", do="set train.quantization: nf4, or use a larger GPU"
-        ) from error
+        raise _too_large() from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"cannot load the model: {error}", where=model.name_or_path, do="copy or download the checkpoint again"
@@ -181,7 +174,18 @@ def _load(
             where=model.name_or_path,
             do="copy or download the checkpoint again",
         )
+    if config.quantization == "fp8":
+        try:
+            to_fp8(loaded.model.language_model)
+        except torch.OutOfMemoryError as error:
+            raise _too_large() from error
     return loaded.requires_grad_(False)
+
+
+def _too_large() -> ResourceError:
+    return ResourceError(
+        "the language model does not fit the GPU's memory", do="set train.quantization: nf4, or use a larger GPU"
+    )
 
 
 def _quantization(config: TrainConfig) -> Any:

@@ -30,6 +30,7 @@ from train.lora import add_lora, continue_lora
 from train.model import autocast, load_language_model, prepare_for_training, training_device
 from train.rows import with_rows_that_fit
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, save_folder, write_run
+from train.sharding import is_sharded
 from train.step import StepDataset
 from train.stopping import AskedOfAny, leave_processes, stopped_before_training
 
@@ -79,7 +80,7 @@ def _run(job: Job, progress: Progress, should_stop: Callable[[], bool], resolved
     if resolved_config is not None and arguments.process_index == 0:
         write_text(job.output_dir / CONFIG_FILE, resolved_config)
     data = asked.prepare(lambda stoppable: _read(job, arguments, stoppable, evaluate=evaluate), progress)
-    trainer = _make_trainer(job, data, arguments, StopWhenAsked(asked))
+    trainer = _make_trainer(job, data, rows, arguments, StopWhenAsked(asked))
     if asked():
         raise stopped_before_training()
     if checkpoint is not None:
@@ -147,7 +148,7 @@ def _make_model(job: Job, device: torch.device) -> Any:
     return model
 
 
-def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) -> StepTrainer:
+def _make_trainer(job: Job, data: _Data, rows: str, arguments: Any, stop: TrainerCallback) -> StepTrainer:
     from transformers import PrinterCallback
 
     from train.arguments import training_arguments
@@ -169,7 +170,7 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
         model,
         steps,
         job.output_dir,
-        job.settings(),
+        {**job.settings(), "rows": rows},  # longer ones may not fit what was chosen for others
         device=device,
         tower=tower,
         world_size=arguments.world_size,
@@ -181,7 +182,7 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
         steps(config),
         None if held_out is None else data.inputs.steps(held_out.measured, config, shuffle=False, **share),
         tower=tower,
-        generation_metrics=None if held_out is None else _generation_metrics(job, data.inputs, held_out, tower),
+        generation_metrics=None if held_out is None else _generation_metrics(job, data.inputs, held_out, tower, share),
         callbacks=[MetricsFile(job.output_dir), LogLines(), stop],
     )
     trainer.remove_callback(PrinterCallback)
@@ -189,15 +190,17 @@ def _make_trainer(job: Job, data: _Data, arguments: Any, stop: TrainerCallback) 
 
 
 def _generation_metrics(
-    job: Job, inputs: Inputs, held_out: HeldOut, tower: VisionTower | None
+    job: Job, inputs: Inputs, held_out: HeldOut, tower: VisionTower | None, share: dict[str, int]
 ) -> Callable[[Any], dict[str, float]] | None:
     if not needs_answers(job.train.metric_for_best_model):
         return None
+    if is_sharded(job.train):
+        share = {}  # the processes go through a divided base together, so each answers all
     evaluator = Evaluator(inputs.samples.encoder, inputs.source, inputs.processor.merge_size, job.eval, tower=tower)
 
     def scores(model: Any) -> dict[str, float]:
         with autocast(job.train, next(model.parameters()).device):
-            return evaluator.run(model, held_out.prompts, Silent()).scores
+            return evaluator.run(model, held_out.prompts, Silent(), **share).scores
 
     return scores
 

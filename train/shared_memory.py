@@ -1,9 +1,13 @@
-"""The memory by which data-loader workers hand features over: whether it is there, and giving it back early."""
+"""The memory by which data-loader workers hand features over: whether it is there, and giving it back early.
+
+Each piece of it is an open file, in the worker and in the process that trains.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,6 +18,7 @@ import torch
 from cache.errors import ResourceError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the kernel keeps it)
+OPEN_FILES = 1 << 16  # an image is one
 
 
 def require_room(ahead: Sequence[tuple[int, int]], *, processes: int) -> None:
@@ -41,6 +46,14 @@ def require_room(ahead: Sequence[tuple[int, int]], *, processes: int) -> None:
         do="give the container more (docker run --shm-size, or --ipc=host), lower train.dataloader_num_workers or "
         "train.dataloader_prefetch_factor, or set train.dataloader_num_workers: 0",
     )
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may, for itself and the workers that it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def give_back(tensor: torch.Tensor) -> None:

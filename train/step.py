@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from cache.forking_loader import ForkingLoader
 from cache.pixels import leave_signals_to_parent
 from train.cut import Costs, balanced_shares, length_of, runs_within
 from train.features import FeatureSource, StepImage
+from train.handing_over import Bundle
 from train.order import Order, epoch_order
 from train.pack import Pack, build_pack
 from train.prefix_tree import Symbols, sharing_order, symbols_of
 from train.sample import Sample, num_image_tokens
+from train.shared_memory import allow_open_files
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
 
@@ -41,6 +43,10 @@ class Step:
     num_samples: int
     num_image_tokens: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How a worker hands it over."""
+        return _handed_over, (Bundle.of([getattr(self, field.name) for field in fields(self)]),)
+
     def pin_memory(self) -> Step:
         """Called by the data loader where there is a GPU."""
         return Step(
@@ -50,6 +56,10 @@ class Step:
             self.num_samples,
             self.num_image_tokens,
         )
+
+
+def _handed_over(bundle: Bundle) -> Step:
+    return Step(*bundle.content())
 
 
 class StepDataset(Dataset[Step]):
@@ -239,6 +249,8 @@ def make_loader(
     dataset: StepDataset, *, num_workers: int, pin_memory: bool, prefetch_factor: int, persistent_workers: bool
 ) -> StepLoader:
     """A loader over a dataset of steps; arguments as in torch's DataLoader."""
+    if num_workers:
+        allow_open_files()
     return StepLoader(
         dataset,
         batch_sampler=StepSampler(len(dataset)),

@@ -17,8 +17,8 @@ from transformers.trainer_utils import SaveStrategy
 from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
 from train.evaluate import weighted_loss
-from train.features import features_on
 from train.loss import pack_loss
+from train.on_device import packs_on
 from train.sharding import average_gradients
 from train.shared_memory import require_room
 from train.stage_losses import StageLosses
@@ -117,15 +117,13 @@ class StepTrainer(Trainer):
         total = torch.zeros((), device=self.args.device)
         scale = self.accelerator.num_processes / step.total_weight
         try:
-            features = features_on(self.args.device, step.images, self._tower)
-            for number, pack in enumerate(step.packs):
+            for number, (pack, features) in enumerate(packs_on(self.args.device, step, self._tower)):
                 last = number == len(step.packs) - 1
                 with contextlib.nullcontext() if last or self._sharded else self.accelerator.no_sync(model):
-                    on_device = pack.map_tensors("to", self.args.device, non_blocking=True)
                     with self.compute_loss_context_manager():
-                        losses = self._stage_losses.room(on_device)
-                        loss = pack_loss(model, on_device, features, scale=scale, losses=losses)
-                    self._stage_losses.add(on_device, losses)
+                        losses = self._stage_losses.room(pack)
+                        loss = pack_loss(model, pack, features, scale=scale, losses=losses)
+                    self._stage_losses.add(pack, losses)
                     self.accelerator.backward(loss)
                 total += loss.detach()
             if self._sharded:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.build import CacheBuilder
+from cache.content import rows_digest
 from cache.errors import ResourceError
+from cache.progress import Silent
+from pipeline.config import PipelineConfig
+from train import run
 from train.calibrate import (
     CALIBRATION_FILE,
     SHORTEST,
+    Attempts,
     Trial,
     Try,
     choose,
@@ -23,6 +34,9 @@ from train.calibrate import (
     read_calibration,
     write_calibration,
 )
+from train.config import TrainConfig
+
+from .conftest import job_of
 
 
 def _device(memory: int, tried: list[tuple[int, bool]]) -> Try:
@@ -95,6 +109,61 @@ def test_the_choice_is_kept_for_the_same_circumstances_only(tmp_path: Path) -> N
     assert [t["seconds"] for t in content["trials"]].count(None) == 1
     (tmp_path / CALIBRATION_FILE).write_text("{")
     assert read_calibration(tmp_path, {"device": "A", "seed": (1, 2)}) is None
+
+
+class _Layers(torch.nn.Module):
+    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict[str, bool]) -> None:
+        """As a transformers model."""
+
+    def activation_checkpointing_disable(self) -> None:
+        """As a transformers model."""
+
+
+def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is played: its peak stands where loading left it until somebody resets it."""
+    peak = [10**9]
+    step = SimpleNamespace(pin_memory=lambda: None)
+    played = {
+        "max_memory_allocated": lambda _: peak[0],
+        "reset_peak_memory_stats": lambda _: peak.__setitem__(0, 1000),
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=2000),
+        "get_per_process_memory_fraction": lambda _: 1.0,
+        "empty_cache": lambda: None,
+    }
+    for name, play in played.items():
+        monkeypatch.setattr(torch.cuda, name, play)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(Attempts, "_run", lambda *_: 0.5)
+    steps: Any = lambda _: {(0, 0): step}  # noqa: E731
+    device = torch.device("cuda")
+    attempts = Attempts(_Layers(), steps, (0, 0), device=device, autocast=contextlib.nullcontext)
+
+    assert attempts(2048, False) == Trial(2048, False, 0.5, 1000)
+
+
+class _AskedError(Exception):
+    """Ends a run where it would calibrate."""
+
+
+def test_other_rows_are_other_circumstances(
+    data_dir: Path, make_config: Callable[..., PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones, added before the first checkpoint, may not fit what was chosen for those of before."""
+
+    def settle(config: TrainConfig, model: Any, steps: Any, folder: Path, settings: dict[str, Any], **_: Any) -> None:
+        raise _AskedError(settings["rows"])
+
+    monkeypatch.setattr(run, "with_rows_that_fit", settle)
+    found = []
+    for name in ("train", "val"):
+        splits = {"train": str(data_dir / f"{name}.jsonl")}
+        config = make_config(splits, output_dir=str(tmp_path / name), cache={"dir": str(tmp_path / "features")})
+        CacheBuilder(config.model, config.data, config.cache, config.cache_dir).run("train", Silent())
+        with pytest.raises(_AskedError) as asked:
+            run.run_training(job_of(config), Silent())
+        found.append(str(asked.value))
+        assert found[-1] == rows_digest(config.data, "train")
+    assert found[0] != found[1]
 
 
 def test_a_trial_reads_as_a_line() -> None:

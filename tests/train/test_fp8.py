@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.config import ModelConfig
-from cache.errors import ConfigError
+from cache.errors import ConfigError, ResourceError
+from train import fp8
 from train.config import TrainConfig
 from train.fp8 import FP8, Fp8Linear, rows_to_fp8, to_fp8
-from train.model import load_language_model
+from train.model import load_full_model, load_language_model
 
 from .conftest import Run
 
@@ -125,6 +126,46 @@ def test_widths_that_the_products_cannot_take_are_refused() -> None:
         to_fp8(torch.nn.Sequential(torch.nn.Linear(24, 32)))
 
     assert "none or nf4" in str(caught.value)
+
+
+class _Counted(torch.nn.Parameter):
+    """A weight that is counted while it is there."""
+
+    living = 0
+
+    def __new__(cls, data: torch.Tensor) -> _Counted:
+        cls.living += 1
+        return torch.nn.Parameter.__new__(cls, data, requires_grad=False)  # type: ignore[no-any-return]
+
+    def __del__(self) -> None:
+        type(self).living -= 1
+
+
+def test_an_old_weight_goes_before_the_next_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(5)))
+    for layer in model:
+        layer.weight = _Counted(layer.weight.data)
+    before: list[int] = []
+    round_rows = fp8.rows_to_fp8
+    monkeypatch.setattr(fp8, "rows_to_fp8", lambda x: (before.append(_Counted.living), round_rows(x))[1])
+
+    to_fp8(model)
+
+    assert before == [5, 4, 3, 2, 1]
+
+
+def test_memory_that_ends_while_rounding_is_said_to_be_too_small_for_the_model(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fp8, "rows_to_fp8", full)
+    config = TrainConfig(quantization="fp8", precision="bf16")
+
+    for load in (load_language_model, load_full_model):
+        with pytest.raises(ResourceError, match="the language model does not fit the GPU's memory"):
+            load(ModelConfig(name_or_path=str(tiny)), config, torch.device("cpu"))
 
 
 def test_training_on_an_fp8_base_is_near_the_exact_one(run_cached: Callable[..., Run]) -> None:

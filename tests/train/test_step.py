@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from accelerate import skip_first_batches
 
 from cache.records import ImageRef
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.pack_mask import BLOCK_SIZE
 from train.sample import Sample, SampleImage, make_sample
-from train.step import Step, StepDataset
+from train.step import Step, StepDataset, make_loader
 
 IMAGE_TOKEN, MERGE = 1, 2
 
@@ -139,3 +145,50 @@ def test_the_largest_step_is_told_in_bytes_of_a_processs_share() -> None:
         world_size=2,
     )
     assert steps.largest_step_bytes == 2 * 4 // 2 << 30
+
+
+class _Owned:
+    """Like memory of a GPU: it tells when another process frees it. It lies in a cycle, so only a collection does."""
+
+    def __init__(self, told: Path) -> None:
+        self._told, self._owner, self._self = told, os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self._owner:
+            self._told.touch()
+
+
+class _Collecting(_NoFeatures):
+    def load(self, image: SampleImage) -> StepImage:
+        gc.collect()
+        return super().load(image)
+
+
+@pytest.fixture
+def without_collecting() -> Iterator[None]:
+    """This process's garbage stays until it is asked for."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collecting")
+def test_workers_of_a_resumed_epoch_leave_the_parents_garbage_alone(tmp_path: Path) -> None:
+    """Trainer goes on in the middle of an epoch by a data loader of accelerate's, made after ours."""
+    steps = StepDataset(
+        _samples(12),
+        _Collecting(),
+        effective_batch_size=4,
+        tokens_per_pack=512,
+        image_token_id=IMAGE_TOKEN,
+        merge_size=MERGE,
+        seed=None,
+    )
+    loader = make_loader(steps, num_workers=2, pin_memory=False, prefetch_factor=2, persistent_workers=False)
+    rest = skip_first_batches(loader, 1)
+    _Owned(tmp_path / "told")
+    found = [step.num_samples for epoch in (rest, loader) for step in epoch]
+
+    assert found == [4] * (2 + 3)
+    assert not (tmp_path / "told").exists()
+    assert gc.get_freeze_count() == 0
