@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText
 from cache.preprocess import decode
 from cache.progress import Silent
 from pipeline.config import PipelineConfig, load_config
-from tests.benchmarks.training_speed import Case, prepare
+from tests.benchmarks.training_cases import Case, prepare
 from tests.benchmarks.true_shapes import make_8b_checkpoint
 from train.attention import attention_kind
 from train.features import features_on

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.no_sync [--steps 6] [--nf4] [--checkpointing]
 
-Steps of StepTrainer.training_step on a tiny model, of ever new shapes: packs with shared prefixes from pinned memory,
-compiled layers, flex_attention. CUDA reports each wait; the places are listed, and the exit code is 1 if there are any.
+Steps of StepTrainer.training_step on a tiny model, of ever new shapes (questions on images of real sizes): packs with
+shared prefixes from pinned memory, compiled layers, `train.attention: auto`. CUDA reports each wait;
+the places are listed, and the exit code is 1 if there are any.
 What comes after a step is left out: clipping and the optimizer are torch's, and a log line has to read the loss.
 """
 
@@ -24,7 +25,7 @@ from cache.config import CacheConfig, ModelConfig
 from cache.features import VisionFeatures
 from cache.preprocess import ImageProcessor
 from pipeline.demo.tiny_model import make_tiny_checkpoint
-from tests.benchmarks.padding import IMAGES, grids_of, questions_on
+from tests.benchmarks.padding import grids_of, questions_on
 from train.arguments import training_arguments
 from train.config import LoraConfig, TrainConfig
 from train.features import CachedImage, FeatureSource, StepImage
@@ -34,7 +35,7 @@ from train.sample import SampleImage, num_image_tokens
 from train.step import StepDataset
 from train.trainer import StepTrainer
 
-WARM_UP, BATCH, BUDGET = 6, 24, 2048
+WARM_UP, BATCH, BUDGET = 6, 24, 8192
 
 
 class DrawnFeatures(FeatureSource):
@@ -64,7 +65,7 @@ def make_trainer(folder: Path, config: TrainConfig) -> StepTrainer:
     model = add_lora(model, config.lora, seed=1)
     prepare_for_training(model, config, device)
     steps = StepDataset(
-        questions_on(grids_of(processor, IMAGES, 1), 400, processor.merge_size, image_token),
+        questions_on(grids_of(processor), 400, processor.merge_size, image_token),
         DrawnFeatures(processor.merge_size, hidden, levels),
         effective_batch_size=BATCH,
         tokens_per_pack=BUDGET,

@@ -11,7 +11,6 @@ runs with train.fsdp: full_shard on so many GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.training_speed import Case, prepare
+from tests.benchmarks.train_command import train_anew
+from tests.benchmarks.training_cases import Case, prepare
 from tests.benchmarks.true_shapes import SIZES, make_checkpoint
 
 CASES = {"8b": Case(9, 16, 10240, {"logging_steps": 1}), "32b": Case(9, 4, 5120, {"logging_steps": 1})}
@@ -74,11 +74,13 @@ def metrics(config: Path, output: Path, count: int, fsdp: str, steps: int) -> li
     command = [sys.executable, "-c", ENTRY] if count == 1 else _torchrun(count)
     command += ["train", "--config", str(config), "--from-cache", *(f"--set={k}={v}" for k, v in settings.items())]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if count == 1 else {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "samples_per_second" in line]
+
+    def train() -> None:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+
+    return train_anew(train, output)
 
 
 def _torchrun(count: int) -> list[str]:

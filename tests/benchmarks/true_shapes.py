@@ -71,15 +71,24 @@ def make_checkpoint(folder: Path, size: str, *, device: str = "cuda") -> Path:
     return folder
 
 
-def make_dataset(folder: Path, *, images: int, questions: int, prompt_words: int = 12, answer_words: int = 39) -> Path:
-    """Drawn JPEGs of 1036x1288 with several questions each, as flat rows; returns the JSONL file."""
+def make_dataset(
+    folder: Path,
+    *,
+    images: int,
+    questions: int,
+    prompt_words: int = 12,
+    answer_words: int = 39,
+    height: int = HEIGHT,
+    width: int = WIDTH,
+) -> Path:
+    """Drawn JPEGs with several questions each, as flat rows; returns the JSONL file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(1)
     rows = []
     for number in range(images):
         name = f"images/{number:05d}.jpg"
         noise = torch.randint(0, 256, (130, 162, 3), generator=generator, dtype=torch.uint8)
-        PilImage.fromarray(noise.numpy()).resize((WIDTH, HEIGHT), PilImage.Resampling.BICUBIC).save(
+        PilImage.fromarray(noise.numpy()).resize((width, height), PilImage.Resampling.BICUBIC).save(
             folder / name, quality=90
         )
         for _ in range(questions):

@@ -13,13 +13,17 @@ from cache.preprocess import ImageProcessor
 from ..benchmarks import no_sync, padding  # noqa: TID252  (tests are no package that could be imported by name)
 
 
-@pytest.mark.parametrize("scale", [1, 4])
-def test_padding_stays_below_three_percent(tiny: Path, scale: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "budget", "processes", "limit"),
+    [(16, 8192, 1, 0.03), (36, 10240, 4, 0.03), (16, 8192, 4, 0.04)],  # the last: four samples a process
+)
+def test_few_tokens_are_padding(tiny: Path, batch: int, budget: int, processes: int, limit: float) -> None:
     processor = ImageProcessor.from_checkpoint(ModelConfig(name_or_path=str(tiny)), CacheConfig())
-    grids = padding.grids_of(processor, padding.IMAGES, scale)
-    samples = padding.questions_on(grids, 4000, processor.merge_size)
-    share = padding.share_of_padding(samples, processor.merge_size, 16, 8192, 100)
-    assert 0.001 < share < 0.03
+    grids = padding.grids_of(processor)
+    assert max(processor.num_tokens(grid) for grid in grids) == 3600  # a screenshot of 2560 x 1440
+    samples = padding.questions_on(grids, 400, processor.merge_size)
+    share = padding.share_of_padding(samples, processor.merge_size, batch, budget, 20, processes)
+    assert 0.001 < share < limit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
