@@ -67,13 +67,16 @@ def full_disk_named(target: Path) -> Iterator[None]:
         raise
 
 
-def disk_full(target: Path, what: str = "the disk (or your quota) is full") -> ResourceError:
-    """The error for a full disk; what was committed before stays intact."""
-    return ResourceError(
-        what,
-        where=str(target),
-        do="free some space or move the folder, then run the same command again: it goes on where it was",
-    )
+def disk_full(
+    target: Path, what: str = "the disk (or your quota) is full", *, instead: str | None = None
+) -> ResourceError:
+    """The error for a full disk; what was committed before stays intact.
+
+    Args:
+        instead: another way to get space, for the advice.
+    """
+    ways = "free some space or move the folder" + (f"; {instead};" if instead else ",")
+    return ResourceError(what, where=str(target), do=f"{ways} then run the same command again: it goes on where it was")
 
 
 def flush_folder(folder: Path) -> None:

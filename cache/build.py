@@ -23,13 +23,13 @@ from cache.features import VisionFeatures
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
 from cache.formats import FORMATS
 from cache.image_processor_choice import require_gpu
+from cache.index import EntryIndex
 from cache.manifest import (
     Manifest,
     RefusedImage,
     SplitImages,
     folder_name,
     load_refused,
-    load_shard_indexes,
     save_manifest,
     save_refused,
     save_split,
@@ -265,8 +265,8 @@ class CacheBuilder:
             save_refused(self.folder, RefusedImage(key=key, reason=reason))
         written, rejected = None, plan.rejected
         while (found := load_refused(self.folder)) != written:
-            committed = {e.key for i in load_shard_indexes(self.folder) for e in i.entries} if found else set()
-            known = {key: reason for key, reason in found.items() if key not in committed}
+            told = list(found)
+            known = {told[n]: found[told[n]] for n in EntryIndex.open(self.folder).missing(told)} if told else {}
             late = {image.path: known[image.key] for image in plan.images if image.key in known}
             self._write_split(plan, late)
             rejected = [*plan.rejected, *self._reject_late(plan, late)]

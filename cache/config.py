@@ -112,7 +112,8 @@ class CacheConfig(Section):
     stage_to: Path | None = None
     """A folder on a disk of the node, e.g. `$SLURM_TMPDIR/features`: `$NAME`, `${NAME}` and `~` are what they are where
     the job runs. Before training, the shards that the run's splits need are copied there and checked, and training
-    reads the copies. What is there already is not copied again; nothing is deleted there."""
+    reads the copies. What is there already is not copied again. Nothing is deleted there but what a copy that was
+    killed has left half-written."""
     format: Literal["safetensors", "webdataset", "hdf5"] = "safetensors"
     """Format of the shards that are written; reading takes any. docs/cache-format.md describes them."""
     dtype: Dtype = "bfloat16"
@@ -143,8 +144,9 @@ class CacheConfig(Section):
     """Images of one shape go through the tower together, up to this many patches. Default: image by image, so that an
     entry does not depend on what else was to do. Part of the fingerprint."""
     shard_size: int = Field(default=1 << 30, gt=0)
-    """A shard is closed once it holds this many bytes, or some thousand images. A request to stop costs nothing; a kill
-    costs the images on their way to a shard's file: a few, up to 128 MiB of features."""
+    """A shard is closed once it holds this many bytes; a safetensors shard also with some thousand images. A request to
+    stop costs nothing; a kill costs the images on their way to a shard's file: two or three batches of the tower, and
+    up to 128 MiB of features."""
     num_workers: int = Field(default=2, ge=0)
     """Processes that decode and resize images, for each GPU. One gives 10 to 30 images of a megapixel a second."""
     max_image_pixels: int = Field(default=200_000_000, gt=0)

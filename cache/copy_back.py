@@ -39,12 +39,14 @@ class CopyBack:
     """Takes features as they are asked for, and adds them to a cache in its storage dtype once they are there.
 
     Leaving the `with` block waits until all are handed to the writer. On a GPU nothing here keeps the calling thread or
-    the tower waiting, as long as the writer keeps up; `BATCHES_AHEAD` bounds what can pile up on the device.
+    the tower waiting, as long as the writer keeps up. At most `BATCHES_AHEAD` batches pile up on the device, or half a
+    shard of features, or one batch: with the batch that the tower is asked for meanwhile, that is what a kill costs.
     """
 
     def __init__(self, writer: CacheWriter, cache: CacheConfig) -> None:
         self._writer, self._cache = writer, cache
-        self._stage = Stage[_Encoded]("copy features", self._store, limit=BATCHES_AHEAD)
+        self._limit = cache.shard_size // 2
+        self._stage = Stage[_Encoded]("copy features", self._store, limit=self._limit)
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> CopyBack:
@@ -73,11 +75,12 @@ class CopyBack:
             DataError: an earlier image has features that are not finite; it is not stored.
             ResourceError: the disk is full; see CacheWriter.
         """
-        ready = None
-        if features[0].image_embeds.is_cuda:
+        ready, device = None, features[0].image_embeds.device
+        if device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        self._stage.put(_Encoded(images, features, ready))
+            ready.record(torch.cuda.current_stream(device))  # by default that of the current GPU, perhaps another one
+        num_bytes = sum(one.num_bytes for one in features)
+        self._stage.put(_Encoded(images, features, ready), max(num_bytes, self._limit // BATCHES_AHEAD))
 
     def _store(self, batch: _Encoded) -> None:
         with self._beside_the_tower(batch):

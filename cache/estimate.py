@@ -78,11 +78,19 @@ class Rates:
         images_per_second: of the cache stage, all processes together.
         samples_per_second: of training from the cache.
         sources: where each was found, by name, for a person.
+        tokens_per_image: the mean of the images at which `images_per_second` was measured; larger ones take longer.
+            None where it is a rate for the images that are planned.
     """
 
     images_per_second: float | None = None
     samples_per_second: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    tokens_per_image: float | None = None
+
+    def tower_hours(self, images: int, tokens: int) -> float:
+        """Hours of the cache stage for so many images with so many tokens together; needs `images_per_second`."""
+        per_second = self.images_per_second or float("nan")
+        return (tokens / self.tokens_per_image if self.tokens_per_image else images) / per_second / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +163,21 @@ class SplitEstimate:
         if not self.images:
             return found
         if rates.images_per_second:
-            rate = rates.images_per_second
-            found["hours_to_cache"] = len(self.missing) / rate / 3600
-            found["tower_hours_saved_per_epoch_at_least"] = len(self.images) / rate / 3600
-            found["tower_hours_saved_per_epoch_at_most"] = self.image_uses / rate / 3600
-        if rates.samples_per_second:
-            bytes_per_sample = self.used_tokens * bytes_per_token / self.records
-            found["read_megabytes_per_second"] = rates.samples_per_second * bytes_per_sample / 1e6
-            found["hours_per_epoch_from_cache"] = self.records / rates.samples_per_second / 3600
-        if rates.images_per_second:
-            # The tower's rate cancels out: the cache stage runs it once an image, an epoch once a use or once an image.
-            found["epochs_until_it_pays_at_best"] = len(self.images) / self.image_uses
+            missing = self.missing
+            once = rates.tower_hours(len(self.images), self.tokens)
+            each_time = rates.tower_hours(self.image_uses, self.used_tokens)
+            found["hours_to_cache"] = rates.tower_hours(len(missing), sum(image.tokens for image in missing))
+            found["tower_hours_saved_per_epoch_at_least"] = once
+            found["tower_hours_saved_per_epoch_at_most"] = each_time
+            # The rate cancels out: the cache stage runs the tower once an image, an epoch once a use or once an image.
+            found["epochs_until_it_pays_at_best"] = once / each_time
             found["epochs_until_it_pays_at_worst"] = 1.0
+        if rates.samples_per_second:
+            tokens_per_second = rates.samples_per_second / self.records
+            for name, tokens in (("once_an_epoch", self.tokens), ("for_each_sample", self.used_tokens)):
+                read = tokens * bytes_per_token * tokens_per_second
+                found[f"read_megabytes_per_second_each_image_{name}"] = read / 1e6
+            found["hours_per_epoch_from_cache"] = self.records / rates.samples_per_second / 3600
         return found
 
     def figures(self, shape: FeatureShape, dtype: str, rates: Rates) -> dict[str, Any]:
@@ -190,8 +201,11 @@ ASSUMPTIONS = (
     "without the cache the tower runs at the rate of the cache stage (which decodes and writes as well)",
     "at best: every question on an image runs the tower anew; at worst: once an image and epoch, because all its "
     "questions fall into the same step",
-    "reading is free as long as the disk gives the read rate below, in which each sample reads its own images; samples "
-    "of one step that share an image read it once",
+    "a measured rate holds for tokens: images of twice the tokens take twice as long (somewhat longer, where attention "
+    "weighs); a given one holds for images",
+    "reading is free as long as the disk gives the read rate above: each image once an epoch is what train.order: "
+    "image reads, but for the images whose questions fall into two steps; each for each sample is the most, when no "
+    "two samples of a step share an image",
     "samples_per_second is that of training from the cache",
     "bytes are those of the features; names, indexes and padding add a few kB an image at most",
 )

@@ -85,7 +85,8 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     """Everyone sees everyone. (images, S, heads, head_dim) each, bfloat16 or float16, and so is the result."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    attended: torch.Tensor = _flash_attn_fwd(query, key, value)[0]
+    with torch.cuda.device(query.device):  # it takes the stream of the current GPU, wherever the tensors are
+        attended: torch.Tensor = _flash_attn_fwd(query, key, value)[0]
     return attended
 
 

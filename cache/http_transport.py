@@ -37,7 +37,11 @@ class HttpTransport(Transport):
                 "password, or mount it",
             )
         self._parts = parts
-        self._kept = _Connections()
+        self._threads = _Threads()
+
+    @property
+    def _kept(self) -> _Connection:
+        return self._threads.connection
 
     def place(self, path: str) -> str:
         """See Transport. A query may be a signature: it is left out."""
@@ -128,23 +132,17 @@ class HttpTransport(Transport):
             OSError, HTTPException: it may go better next time.
             CacheError: it will not.
         """
-        connection = self._kept.get(self._parts.scheme, self._parts.netloc, self.patience.timeout)
         target = f"{self._parts.path.rstrip('/')}/{quote(path)}" + (
             f"?{self._parts.query}" if self._parts.query else ""
         )
         try:
-            connection.request("GET", target, headers={"Accept-Encoding": "identity", **headers})
-            response = connection.getresponse()
+            response = self._send(target, {"Accept-Encoding": "identity", **headers})
         except ssl.SSLCertVerificationError as error:
-            self._kept.drop()
             raise CacheError(
                 f"the server's certificate cannot be trusted: {error.verify_message}",
                 where=self.place(path),
                 do="name the server as its certificate does, or set SSL_CERT_FILE to the authority's certificate",
             ) from error
-        except BaseException:
-            self._kept.drop()
-            raise
         status = response.status
         if status in {200, 206, 416} or (status == 404 and may_miss):
             return response
@@ -165,20 +163,41 @@ class HttpTransport(Transport):
             do="check cache.dir and who may read there",
         )
 
+    def _send(self, target: str, headers: dict[str, str]) -> HTTPResponse:
+        """Send a request, over the kept connection where there is one.
+
+        Raises:
+            OSError, HTTPException: there is no answer.
+        """
+        connection = self._kept.get(self._parts.scheme, self._parts.netloc, self.patience.timeout)
+        reused = connection.sock is not None
+        try:
+            connection.request("GET", target, headers=headers)
+            return connection.getresponse()
+        except (ConnectionError, ssl.SSLEOFError):
+            self._kept.drop()
+            if not reused:
+                raise
+        except BaseException:
+            self._kept.drop()
+            raise
+        # Servers close connections that nobody has used for a while: that says nothing about a new one.
+        return self._send(target, headers)
+
     def _finish(self, response: HTTPResponse) -> None:
         """Keep the connection for the next request only if this answer was read to its end."""
         if not response.isclosed():
             self._kept.drop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_threads": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_kept": _Connections()}
+        self.__dict__ |= state | {"_threads": _Threads()}
 
 
-class _Connections(threading.local):
-    """A thread's connection; one that was inherited by a fork is left to the parent."""
+class _Connection:
+    """A connection that is kept open until it is let go; one that was inherited by a fork is left to the parent."""
 
     def __init__(self) -> None:
         self._connection: HTTPConnection | None = None
@@ -203,5 +222,11 @@ class _Connections(threading.local):
             connection.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_connection"):
-            self.drop()
+        self.drop()
+
+
+class _Threads(threading.local):
+    """Each thread's connection, closed when the thread ends."""
+
+    def __init__(self) -> None:
+        self.connection = _Connection()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.atomic import disk_full
+from cache.atomic import TEMPORARY_MARK, disk_full
 from cache.bad_records import reject_images
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.index import EntryIndex
-from cache.manifest import Manifest, SplitImage, load_split, save_manifest
+from cache.manifest import SHARDS, Manifest, SplitImage, load_split, save_manifest
 from cache.parts import WHOLE, Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
@@ -20,6 +21,8 @@ from cache.records import ImageRef, Record
 from cache.scan import ImageScanner
 from cache.scan_note import ScanNote
 from cache.split_lists import known_images, require_same_images
+
+_BLOCK_BYTES = 512  # of st_blocks, on every file system
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,14 @@ class Plan:
     def describe(self) -> str:
         """What would be done, in lines for a person."""
         others = f" by {self.part.name}; {self.missing_bytes / 1e6:.2f} MB by all parts" if self.part.of_several else ""
-        free = free_bytes(self.folder)
+        free, unfinished = free_bytes(self.folder), unfinished_bytes(self.folder)
         refused = ", which is not enough: the run would be refused" if self.missing_bytes > free else ""
+        held = f"; unfinished shards hold {unfinished / 1e6:.0f} MB" if unfinished else ""
         return (
             f"split {self.split}: {self.num_records} records, {len(self.rejected)} to leave out, "
             f"{self.num_distinct} distinct images, {self.image_tokens} image tokens\n"
             f"  to encode   {len(self.todo)} images, {self.todo_bytes / 1e6:.2f} MB{others}\n"
-            f"  free        {free / 1e6:.0f} MB{refused}\n"
+            f"  free        {free / 1e6:.0f} MB{refused}{held}\n"
             f"  cache       {self.folder}"
         )
 
@@ -80,9 +84,18 @@ class Plan:
         Raises:
             ResourceError: says what is needed and what is free, in GB.
         """
-        free = free_bytes(self.folder)
-        if self.missing_bytes > free:
-            raise disk_full(self.folder, f"{gb(self.missing_bytes)} GB are needed, {gb(free)} GB are free")
+        free, unfinished = free_bytes(self.folder), unfinished_bytes(self.folder)
+        if self.missing_bytes <= free:
+            return
+        what = f"{gb(self.missing_bytes)} GB are needed, {gb(free)} GB are free"
+        if not unfinished:
+            raise disk_full(self.folder, what)
+        raise disk_full(
+            self.folder,
+            f"{what}, and {gb(unfinished)} GB are held by unfinished shards, of runs that were killed or are at work",
+            instead="where no run is at work, `pipeline prune --leftovers --yes` frees those that are older than an "
+            "hour (their images are encoded anew)",
+        )
 
 
 def make_plan(
@@ -167,6 +180,15 @@ class _Tokens:
 def gb(count: int) -> str:
     """Bytes as GB with three significant digits, so that a small need does not read as none."""
     return f"{count / 1e9:.3g}"
+
+
+def unfinished_bytes(folder: Path) -> int:
+    """What shards take that are not committed. Their writers may be at work, so only `pipeline prune` deletes them."""
+    found = 0
+    for file in (folder / SHARDS).glob(f"*{TEMPORARY_MARK}*"):
+        with suppress(FileNotFoundError):  # committed meanwhile
+            found += file.stat().st_blocks * _BLOCK_BYTES
+    return found
 
 
 def free_bytes(folder: Path) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +16,8 @@ from cache.errors import CacheError, ConfigError, DataError, PipelineError, Reso
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (ConfigError, DataError, CacheError, ResourceError)}
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0
+_LIBC = ctypes.CDLL(None)  # looked up before a fork
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,18 @@ def run_children(children: Sequence[Child], should_stop: Callable[[], bool]) -> 
 
 
 def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to its log, behind what is there already if `append`."""
+    """Start a process whose output goes to its log, behind what is there already if `append`.
+
+    It is asked to stop (SIGTERM) when the calling thread ends, however that happens: after a SIGKILL the next run would
+    else meet it at work on the same GPU.
+    """
+    parent = os.getpid()
+
+    def stop_with_parent() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(128 + signal.SIGTERM)
+
     child.log.parent.mkdir(parents=True, exist_ok=True)
     with child.log.open("ab" if append else "wb") as log:
         # A session of its own: what a terminal or a scheduler sends to the group reaches the child through the parent
@@ -68,6 +84,7 @@ def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=stop_with_parent,  # noqa: PLW1509  (it takes no lock)
         )
 
 

@@ -150,7 +150,7 @@ def _still_there(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]
 
 def _holding(folder: Path, wanted: Fingerprint, ignore: frozenset[str]) -> Holding:
     manifest = _or_none(load_manifest, folder)
-    indexes = [_or_none(load_shard_index, file) for file in (folder / SHARDS).glob("*.json")]
+    indexes = (_or_none(load_shard_index, file) for file in (folder / SHARDS).glob("*.json"))
     keys = {entry.key for index in indexes if index is not None for entry in index.entries}
     listed = [Path(place, name) for place, _, names in os.walk(folder) for name in names]
     files = dict(_still_there(listed))

@@ -19,10 +19,12 @@ def find_rates(output_dir: Path, *, images_per_second: float | None, samples_per
     Of several splits the one with the most encoded images counts; of training the median of the log lines.
     """
     sources: dict[str, str] = {}
+    tokens_per_image = None
     if images_per_second is None:
-        images_per_second, file = _cache_rate(output_dir)
+        images_per_second, file, tokens_per_image = _cache_rate(output_dir)
         if images_per_second:
-            sources["images_per_second"] = f"{images_per_second:.4g}, measured ({file})"
+            of = f" on images of {tokens_per_image:.4g} tokens" if tokens_per_image else ""
+            sources["images_per_second"] = f"{images_per_second:.4g}, measured{of} ({file})"
     else:
         sources["images_per_second"] = f"{images_per_second:.4g}, given"
     if samples_per_second is None:
@@ -31,7 +33,7 @@ def find_rates(output_dir: Path, *, images_per_second: float | None, samples_per
             sources["samples_per_second"] = f"{samples_per_second:.4g}, measured (metrics.jsonl)"
     else:
         sources["samples_per_second"] = f"{samples_per_second:.4g}, given"
-    return Rates(images_per_second, samples_per_second, sources)
+    return Rates(images_per_second, samples_per_second, sources, tokens_per_image)
 
 
 def keep_better_rate(file: Path, figures: dict[str, Any]) -> dict[str, Any]:
@@ -47,15 +49,18 @@ def keep_better_rate(file: Path, figures: dict[str, Any]) -> dict[str, Any]:
     return figures | {name: before[name] for name in _MEASURED if name in before}
 
 
-def _cache_rate(folder: Path) -> tuple[float | None, str]:
+def _cache_rate(folder: Path) -> tuple[float | None, str, float | None]:
+    """Images/s, the file that says so, and the tokens of the split's mean image."""
     measured = []
     for file in sorted(folder.glob("cache-*.json")):
         figures = _object(file.read_text(encoding="utf-8"))
         rate, count = figures.get("images_per_second"), figures.get("encoded_images")
         # A part is measured on its own; the whole is written by the process that has started the parts.
         if isinstance(rate, int | float) and isinstance(count, int) and rate > 0 and ".part-" not in file.name:
-            measured.append((count, float(rate), file.name))
-    return max(measured)[1:] if measured else (None, "")
+            tokens, images = figures.get("image_tokens"), figures.get("distinct_images")
+            mean = tokens / images if isinstance(tokens, int) and isinstance(images, int) and images else None
+            measured.append((count, float(rate), file.name, mean))
+    return max(measured, key=lambda one: one[:3])[1:] if measured else (None, "", None)
 
 
 def _training_rate(file: Path) -> float | None:

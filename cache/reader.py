@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from cache.quantize import restore
 
 
 class FeatureCache:
-    """Features of one fingerprint, read at random. Safe to hand to worker processes: files are opened on first use.
+    """Features of one fingerprint, read at random, by any number of threads.
+
+    Safe to hand to worker processes: files are opened on first use.
 
     >>> cache = FeatureCache.open("runs/demo/features")
     >>> cache["images/lounge.jpg"].image_embeds.shape
@@ -208,10 +211,10 @@ class FeatureCache:
         if reader is None:
             stamp = self._index.stamp_of(key)
             reader = self._open[name] = self._format.open_file(self.files.shard(stamp))
-            if len(self._open) > self.files.max_open_shards:
-                self._open.popitem(last=False)[1].close()
-        else:
+        with suppress(KeyError):  # other threads may let go of shards at the same time, of this one too
             self._open.move_to_end(name)
+            if len(self._open) > self.files.max_open_shards:
+                self._open.popitem(last=False)  # closes itself once no thread reads from it any more
         return reader
 
     def _fits(self, features: StoredFeatures, location: Location) -> bool:

@@ -70,8 +70,8 @@ class RemoteFile(ShardFile):
         if target.nbytes > BLOCK_BYTES:
             self._transport.read_into(self._path, target, offset, self.size)
         elif target.nbytes:
-            start = self._block(offset, target.nbytes)
-            target[:] = self._blocks[start][offset - start : offset - start + target.nbytes]
+            start, block = self._block(offset, target.nbytes)
+            target[:] = block[offset - start : offset - start + target.nbytes]
 
     def fill_parts(self, parts: Sequence[Part], arrived: Arrived) -> None:
         """See ShardFile. A part is one request, not many: the way there and back costs more than a checksum."""
@@ -79,17 +79,17 @@ class RemoteFile(ShardFile):
             self.fill(target, offset)
             arrived(target)
 
-    def _block(self, offset: int, size: int) -> int:
-        """Where the block starts that holds these bytes; fetched if none does."""
-        for start, block in self._blocks.items():
+    def _block(self, offset: int, size: int) -> tuple[int, bytes]:
+        """The block that holds these bytes, and where it starts; fetched if none does."""
+        for start, block in list(self._blocks.items()):  # other threads add to it
             if start <= offset and offset + size <= start + len(block):
-                return start
+                return start, block
         content = bytearray(min(BLOCK_BYTES, self.size - offset))
         self._transport.read_into(self._path, memoryview(content), offset, self.size)
-        self._blocks[offset] = bytes(content)
+        fetched = self._blocks[offset] = bytes(content)
         if len(self._blocks) > MAX_BLOCKS:
             self._blocks.popitem(last=False)
-        return offset
+        return offset, fetched
 
 
 class RemoteFiles(CacheFiles):

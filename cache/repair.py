@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from cache.errors import CacheError
 from cache.formats import FORMATS, ShardFormat
-from cache.index import update_index_file
 from cache.journal import find_journals, shards_of
 from cache.manifest import SHARDS, IndexEntry, load_manifest
 from cache.progress import Progress
@@ -54,25 +53,22 @@ def set_damaged_aside(folder: Path, shard_format: ShardFormat, shard_size: int, 
     """
     found = verify_cache(folder, progress)
     shard_format = _format_in_use(folder, shard_format)
-    damaged = [state for state in found.shards if state.damages]
-    safe = {entry.key for state in found.shards if not state.damages for entry in state.intact}
-    kept, lost, moved = 0, set[str](), []
-    for state in damaged:
-        shard, entries = _salvage(state)
-        lost |= {entry.key for entry in entries}
-        with CacheWriter(folder, shard_format, shard_size=shard_size, num_entries=len(entries)) as writer:
+    damaged = [(state.index_file, *_salvage(state)) for state in found.shards if state.damages]
+    safe = {key for state in found.shards if not state.damages for key in state.intact}
+    lost, moved = {entry.key for _, _, entries in damaged for entry in entries}, []
+    with CacheWriter(folder, shard_format, shard_size=shard_size, num_entries=len(lost)) as writer:
+        for index, shard, entries in damaged:
             if shard is not None and shard.is_file():
                 safe |= _rewrite(shard, entries, safe, writer)
-        kept += writer.committed_images
-        # The index first: from then on the shard does not count, and its intact entries stand in the new one.
-        moved += _move_aside(folder, state.index_file)
-        moved += _move_aside(folder, shard) if shard is not None else []
-    for damage in found.damages:
-        moved += _move_aside(folder, damage.file)
-    for orphan in shards_without_index(folder):
-        moved += _move_aside(folder, orphan)
-    update_index_file(folder)
-    return Repair(moved, kept, len(lost - safe))
+                writer.commit()
+            # The index first: from then on the shard does not count, and its intact entries stand in the new one.
+            moved += _move_aside(folder, index)
+            moved += _move_aside(folder, shard) if shard is not None else []
+        for damage in found.damages:
+            moved += _move_aside(folder, damage.file)
+        for orphan in shards_without_index(folder):
+            moved += _move_aside(folder, orphan)
+    return Repair(moved, writer.committed_images, len(lost - safe))
 
 
 def shards_without_index(folder: Path, *, older_than: float = STALE_SECONDS) -> list[Path]:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class _Staging:
         """Copy what is not there."""
         for part in (SHARDS, SPLITS):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
-        self._require_space()
+        self._require_space(_remove_remains(self.folder))
         for place, content in self.documents.items():
             if not self._has(place):
                 write_atomically(self.folder / place, lambda temporary, c=content: temporary.write_bytes(c))  # type: ignore[misc]
@@ -127,15 +128,17 @@ class _Staging:
         progress.finish()
         update_index_file(self.folder)
 
-    def _require_space(self) -> None:
+    def _require_space(self, held: int) -> None:
         missing = sum(s.num_bytes for s in self.stamps if _size(self._shard(s)) != s.num_bytes)
         free = shutil.disk_usage(self.folder).free
+        remains = f"; {_megabytes(held)} MB are held by copies that are under way or were killed" if held else ""
+        later = f"; what a killed copy has left is removed {PATIENCE_SECONDS / 60:.0f} minutes later" if held else ""
         if missing and missing + SPARE_BYTES > free:
             raise ResourceError(
-                f"the run's shards take {_megabytes(missing)} MB more, and {_megabytes(free)} MB are free",
+                f"the run's shards take {_megabytes(missing)} MB more, and {_megabytes(free)} MB are free{remains}",
                 where=str(self.folder),
                 do="free some space there, or set cache.stage_to to another folder, or to null to read the cache where "
-                "it lies",
+                f"it lies{later}",
             )
 
     def _is_there(self, stamp: ShardStamp) -> bool:
@@ -213,6 +216,23 @@ class _Staging:
         if index.checksum:
             return file_checksum(shard) == index.checksum
         return not check_entries(shard, self.shard_format, index.entries)[1]
+
+
+def _remove_remains(folder: Path) -> int:
+    """Delete what killed copies have left; returns the bytes of what may be such but is too young to tell.
+
+    Who copies writes all the time; one that was kept from it for so long meets a missing file, and is started again.
+    """
+    young, before = 0, time.time() - PATIENCE_SECONDS
+    for part in (folder, folder / SHARDS, folder / SPLITS):
+        for file in part.glob(f"*{TEMPORARY_MARK}*"):
+            with suppress(FileNotFoundError):  # it is no temporary file any more
+                status = file.stat()
+                if status.st_mtime < before:
+                    file.unlink()
+                else:
+                    young += status.st_size
+    return young
 
 
 def _wait_for(done: Callable[[], bool], folder: Path, patience: float, progress: Progress) -> None:

@@ -203,7 +203,7 @@ def _describe_split(split: SplitEstimate, figures: dict[str, Any], dtype: str) -
         mark = " (configured)" if name == dtype else ""
         parts = ", ".join(f"{level} {_size(size)}" for level, size in levels.items() if level != "total")
         lines.append(f"  {name:16s} {_size(levels['total'])}{mark}: {parts}")
-    lines += [f"  {name.replace('_', ' '):38s} {figures[name]:.4g}" for name in _COSTS if name in figures]
+    lines += [f"  {name.replace('_', ' '):53s} {figures[name]:.4g}" for name in _COSTS if name in figures]
     return lines
 
 
@@ -213,7 +213,8 @@ _COSTS = (
     "tower_hours_saved_per_epoch_at_most",
     "epochs_until_it_pays_at_best",
     "epochs_until_it_pays_at_worst",
-    "read_megabytes_per_second",
+    "read_megabytes_per_second_each_image_once_an_epoch",
+    "read_megabytes_per_second_each_image_for_each_sample",
     "hours_per_epoch_from_cache",
 )
 

@@ -54,16 +54,17 @@ class ShardState:
 
     Attributes:
         index_file: its index.
-        index: None when it cannot be read.
+        index: of a damaged shard; None when it cannot be read. Of an intact one only the keys are kept: a cache may
+            have a million entries.
         damages: of the index or of the shard.
-        intact: the entries that match their checksum.
+        intact: the keys of the entries that match their checksum.
         num_bytes: of the shard, as its index states it.
     """
 
     index_file: Path
     index: ShardIndex | None = None
     damages: list[Damage] = field(default_factory=list)
-    intact: list[IndexEntry] = field(default_factory=list)
+    intact: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
 
@@ -93,7 +94,7 @@ class Verification:
     @property
     def intact_keys(self) -> set[str]:
         """The keys of which an intact entry is there."""
-        return {entry.key for shard in self.shards for entry in shard.intact}
+        return {key for shard in self.shards for key in shard.intact}
 
     def all_damages(self) -> list[Damage]:
         """Everything that is not as it was written."""
@@ -206,12 +207,15 @@ def _check_shard(file: Path, manifest: Manifest | None, wanted: Collection[str] 
     shard_format = _format_of(manifest, shard)
     reasons = _check_file(shard, state.index)
     if shard_format is not None and shard.is_file():
-        state.intact, wrong = check_entries(shard, shard_format, state.index.entries)
+        intact, wrong = check_entries(shard, shard_format, state.index.entries)
+        state.intact = [entry.key for entry in intact]
         reasons += wrong
     state.num_bytes = state.index.num_bytes
     if reasons:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         state.damages.append(Damage(shard, f"{reasons[0]}{more}"))
+    if not state.damages:
+        state.index = None
     return state
 
 

@@ -168,6 +168,10 @@ class CacheWriter:
         try:
             whole = self._put_in_place(shard)
             self._list(shard, whole)
+        except BaseException:
+            if not index_file(self.folder, shard.path.name).exists():
+                shard.path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
+            raise
         finally:
             shard.journal.remove()  # until the index is there, only the journal says what is in the shard
 
@@ -190,12 +194,7 @@ class CacheWriter:
         """Write the index: from now on the shard's entries count."""
         size = shard.path.stat().st_size
         index = ShardIndex(shard=shard.path.name, num_bytes=size, checksum=whole, entries=shard.entries)
-        try:
-            save_shard_index(self.folder, index)
-        except BaseException:
-            if not index_file(self.folder, shard.path.name).exists():
-                shard.path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
-            raise
+        save_shard_index(self.folder, index)
         self.committed_bytes += size
         self.committed_images += len(shard.entries)
 

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from pipeline.printed_commands import runnable
 from slurm.errors import SlurmError
 
 BUG = 1
+STDERR = 2
 
 # Part of the command line's contract; docs/configuration.md is written from it.
 EXIT_CODES = {
@@ -79,7 +81,9 @@ class StopRequest:
                 return
             raise KeyboardInterrupt
         self.received, self._since = signal.Signals(number), time.monotonic()
-        sys.stderr.write(f"{self.received.name}: stopping at the next safe point\n")
+        # Past sys.stderr: the signal may have come while that was being written to, and it must not be entered twice.
+        with suppress(OSError):
+            os.write(STDERR, f"{self.received.name}: stopping at the next safe point\n".encode())
 
     @property
     def exit_code(self) -> int:

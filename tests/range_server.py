@@ -19,6 +19,7 @@ class Site:
         only_shards: leave requests without a range alone.
         ranges: whether range requests are answered.
         redirect: where every request is sent on to.
+        hangs_up: whether a connection is closed, without a word, once it has brought one answer.
         log: (path, Range) of all requests.
     """
 
@@ -28,6 +29,7 @@ class Site:
     only_shards: bool = True
     ranges: bool = True
     redirect: str | None = None
+    hangs_up: bool = False
     log: list[tuple[str, str | None]] = field(default_factory=list)
 
     def shard_requests(self) -> list[tuple[str, str | None]]:
@@ -78,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection = cut
+        self.close_connection = cut or self.site.hangs_up
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import signal
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +16,13 @@ from typing import Any
 import pytest
 
 from cache.atomic import TEMPORARY_MARK
+from cache.build import CacheBuilder
 from cache.errors import ResourceError, StoppedError
 from cache.formats import SafetensorsFormat
 from cache.formats.base import OutputFile
-from cache.journal import JOURNAL_SUFFIX
+from cache.journal import JOURNAL_SUFFIX, find_journals
 from cache.manifest import SHARDS, load_shard_indexes, save_manifest
+from cache.prune import remove_leftovers, survey_holdings
 from cache.reader import FeatureCache
 from cache.writer import CacheWriter
 from pipeline.config import PipelineConfig
@@ -59,6 +64,47 @@ def test_refuses_before_anything_is_spent(cached: Any, small_disk: Path, tower_c
     allowed = ("/scans/", "/manifest.json")
     after = {name: state for name, state in snapshot(small_disk).items() if not any(part in name for part in allowed)}
     assert after == before
+
+
+def kill_with_an_unfinished_shard(builder: CacheBuilder, tower_calls: dict[str, int]) -> None:
+    """Cache, and die as soon as an entry is in a shard's file."""
+
+    def dies() -> bool:
+        if not tower_calls["encode"]:
+            return False
+        wait_for(lambda: any(journal.stat().st_size for journal in find_journals(builder.folder)))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of fork beside threads
+        child = multiprocessing.get_context("fork").Process(
+            target=builder.run, args=("train", SILENT), kwargs={"should_stop": dies}
+        )
+        child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_space_that_a_killed_run_holds_is_named_and_can_be_freed(
+    cached: Any, small_disk: Path, tower_calls: dict[str, int]
+) -> None:
+    whole, config = cached
+    config = moved(config, small_disk / "features")
+    builder = builder_of(config)
+    kill_with_an_unfinished_shard(builder, tower_calls)
+    plan = builder.plan("train", SILENT)
+    filler = fill(small_disk, leave=(plan.missing_bytes - 1) // PAGE * PAGE)
+    with pytest.raises(ResourceError, match=r"(?s)GB are held by unfinished shards.*pipeline prune --leftovers --yes"):
+        builder_of(config).run("train", SILENT)
+    assert "not enough: the run would be refused; unfinished shards hold" in plan.describe()
+    for file in builder.folder.glob(f"shards/*{TEMPORARY_MARK}*"):
+        os.utime(file, (1, 1))  # an hour later
+    assert remove_leftovers(survey_holdings(config.cache_dir, builder.fingerprint, any_backend=False))
+    filler.unlink()
+    assert builder_of(config).run("train", SILENT).encoded_images == 4
+    assert_same_entries(builder.folder, whole.folder)
+    assert_tidy(builder.folder)
 
 
 @pytest.mark.parametrize("pages", [0, 1, 2, 4, 6, 8, 9, 10])

@@ -65,9 +65,11 @@ def test_fast_equals_stock_up_to_rounding(
     assert levels.std() > 0.01
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_a_block_is_one_graph(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as for the compiler, which is not needed for it; twice, for another number of images."""
+def test_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for the compiler, which is not needed for it; twice, for another number of images.
+
+    With the other attention, and for many shapes: test_fast_tower_shapes.py.
+    """
     graphs: list[Any] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
@@ -77,7 +79,7 @@ def test_a_block_is_one_graph(flash: bool, monkeypatch: pytest.MonkeyPatch) -> N
     compile_as_it_is = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: compile_as_it_is(f, backend=backend, **more))
     module = _module()
-    fast = FastTower(module, flash=flash)
+    fast = FastTower(module, flash=True)
     with torch.no_grad():
         for count in (1, 2):
             pixels, grids = torch.randn(24 * count, 1536), ((1, 4, 6),) * count

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from cache.build import CacheBuilder
 from cache.copy_back import BATCHES_AHEAD
 from cache.features import StoredFeatures, VisionFeatures
 from cache.formats import FORMATS, SafetensorsFormat
@@ -25,10 +27,11 @@ MakeConfig = Callable[..., PipelineConfig]
 
 
 class Gate:
-    """Keeps the writing thread from writing entries, and counts what it has written."""
+    """Keeps the writing thread from writing entries but the first `free` ones, and counts what it has written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
+        self.free = 0
         self.written = 0
         create = SafetensorsFormat.create
 
@@ -37,7 +40,7 @@ class Gate:
             append = shard.append
 
             def wait(key: str, features: StoredFeatures) -> dict[str, int]:
-                assert self.open.wait(60)
+                assert self.written < self.free or self.open.wait(60)
                 offsets = append(key, features)
                 self.written += 1
                 return offsets
@@ -53,44 +56,85 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
+class InFlight:
+    """What is encoded and not in a file yet, looked at after each batch.
+
+    Attributes:
+        sizes: bytes of each image's features.
+        images, num_bytes: in flight, after each batch.
+    """
+
+    def __init__(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = gate
+        self.sizes: list[int] = []
+        self.images: list[int] = []
+        self.num_bytes: list[int] = []
+        encode = VisionTower.encode
+
+        def counted(tower: VisionTower, pixels: Any, grids: Any) -> list[VisionFeatures]:
+            found = encode(tower, pixels, grids)
+            self.sizes.extend(one.num_bytes for one in found)
+            self.images.append(len(self.sizes) - gate.written)
+            self.num_bytes.append(sum(self.sizes[gate.written :]))
+            return found
+
+        monkeypatch.setattr(VisionTower, "encode", counted)
+
+    def open_late(self) -> None:
+        """Open the gate once the tower has come to a halt."""
+        deadline, before = time.monotonic() + 60, -1
+        while before != len(self.sizes) or not self.sizes:
+            before = len(self.sizes)
+            time.sleep(1)
+            assert time.monotonic() < deadline
+        self.gate.open.set()
+
+    def watch(self, builder: CacheBuilder) -> None:
+        """Cache while nothing can be written at first."""
+        opener = threading.Thread(target=self.open_late)
+        opener.start()
+        builder.run("train", Silent())
+        opener.join()
+
+
+@pytest.fixture
+def in_flight(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> InFlight:
+    return InFlight(gate, monkeypatch)
+
+
 def test_the_tower_goes_on_while_nothing_can_be_written_but_not_for_ever(
-    gate: Gate, tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    in_flight: InFlight, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     """Bytes in flight are those of encoded images that are not in a file yet: bounded whatever the dataset."""
-    encode = VisionTower.encode
-    ahead: list[int] = []
-    in_flight: list[int] = []
-    sizes: list[int] = []
-
-    def counted(self: VisionTower, pixels: Any, grids: Any) -> list[VisionFeatures]:
-        found = encode(self, pixels, grids)
-        sizes.extend(one.num_bytes for one in found)
-        ahead.append(len(sizes) - gate.written)
-        in_flight.append(sum(sizes[gate.written :]))
-        return found
-
-    monkeypatch.setattr(VisionTower, "encode", counted)
     rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 60))
     shard_size = 300_000
     builder = builder_of(make_config({"train": str(rows)}, cache={"shard_size": shard_size}))
-
-    def open_late() -> None:
-        deadline, before = time.monotonic() + 60, -1
-        while before != len(sizes) or not sizes:  # until the tower comes to a halt
-            before = len(sizes)
-            time.sleep(1)
-            assert time.monotonic() < deadline
-        gate.open.set()
-
-    opener = threading.Thread(target=open_late)
-    opener.start()
-    builder.run("train", Silent())
-    opener.join()
+    in_flight.watch(builder)
     assert len(committed_keys(builder.folder)) == 60
-    largest = max(sizes)
-    assert max(ahead) > BATCHES_AHEAD + 1, "nothing overlaps"
-    assert max(in_flight) <= shard_size // 4 + (BATCHES_AHEAD + 2) * largest
-    assert max(in_flight) < sum(sizes) / 2, "the test shows nothing if all fits"
+    largest = max(in_flight.sizes)
+    assert max(in_flight.images) > BATCHES_AHEAD + 1, "nothing overlaps"
+    assert max(in_flight.num_bytes) <= shard_size // 4 + (BATCHES_AHEAD + 2) * largest
+    assert max(in_flight.num_bytes) < sum(in_flight.sizes) / 2, "the test shows nothing if all fits"
+
+
+def test_what_is_in_flight_is_less_than_a_shard_when_large_batches_go_through_the_tower(
+    in_flight: InFlight, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    """As with images of 40 MiB, eight at once, and shards of 1 GiB: 26 of them."""
+    images = draw_images(tmp_path / "images", 72)
+    for number, file in enumerate(images):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(file)
+    rows = write_rows(tmp_path / "train.jsonl", images)
+    patches = 4 * 4
+    of_image = builder_of(make_config({"train": str(rows)})).manifest.bytes_per_token() * patches // 4
+    cache = {"patches_per_batch": 8 * patches, "shard_size": 26 * of_image}
+    builder = builder_of(make_config({"train": str(rows)}, cache=cache))
+    in_flight.gate.free = 2  # the first batch leaves the device, and as much as may wait for the disk does
+    in_flight.watch(builder)
+    assert set(in_flight.sizes) == {of_image}
+    assert len(in_flight.num_bytes) == 9
+    assert max(in_flight.num_bytes) <= cache["shard_size"]
+    assert len(committed_keys(builder.folder)) == 72
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -93,7 +93,10 @@ def test_hours_rates_and_epochs(splits: PipelineConfig) -> None:
     assert train["hours_per_epoch_from_cache"] == pytest.approx(7 / 4 / 3600)
     features = found.splits[0]
     per_sample = features.used_tokens * found.shape.bytes_per_token("float32") / 7
-    assert train["read_megabytes_per_second"] == pytest.approx(4 * per_sample / 1e6)
+    each = "read_megabytes_per_second_each_image_"
+    assert train[f"{each}for_each_sample"] == pytest.approx(4 * per_sample / 1e6)
+    once = features.tokens * found.shape.bytes_per_token("float32") / 7
+    assert train[f"{each}once_an_epoch"] == pytest.approx(4 * once / 1e6)
     text = found.describe()
     assert "assumed:" in text
     assert "epochs until it pays at best" in text

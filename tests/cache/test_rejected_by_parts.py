@@ -126,3 +126,16 @@ def test_with_fail_a_note_of_another_part_ends_no_part(config: PipelineConfig, t
             assert run(failing, Part(index, COUNT)).rejected == []
     with pytest.raises(DataError, match=r"images/0-0\.png"):
         run(failing, Part(part_of(key, COUNT), COUNT))
+
+
+def test_images_that_could_not_be_decoded_cost_no_reading_of_all_entries(
+    config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compact index says what is committed; of a large cache the shards' own ones take minutes."""
+    run(config)
+    before = rejected(config)
+    assert load_refused(builder_of(config).folder)
+    for module in ("cache.manifest", "cache.index"):
+        monkeypatch.setattr(f"{module}.load_shard_index", None)
+    assert run(config).encoded_images == 0
+    assert rejected(config) == before

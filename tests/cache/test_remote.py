@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from cache.config import CacheConfig
 from cache.errors import CacheError, ConfigError
+from cache.files import LocalFiles
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
+from cache.formats.extents import ShardFile
 from cache.manifest import SplitImage, SplitImages, load_manifest, save_manifest, save_split
 from cache.progress import Silent
 from cache.reader import FeatureCache
@@ -75,6 +78,23 @@ def test_entries_are_those_on_disk(name: str, tmp_path: Path, serve: Callable[[P
         cache.read(key)
     again = len(site.shard_requests()) - once
     assert again == 2 * len(KEYS), "an open shard costs a request a feature tensor, nothing else"
+
+
+@pytest.mark.parametrize(("name", "requests"), [("safetensors", 5), ("webdataset", 26 + 4), ("hdf5", 20)])
+def test_what_the_first_entry_of_a_shard_costs(
+    name: str, requests: int, tmp_path: Path, serve: Callable[[Path], Site]
+) -> None:
+    """Each waits for the one before it: where the server is far away, this is what a worker waits for."""
+    folder = tmp_path / FINGERPRINT.name
+    save_manifest(folder, manifest_of(name, fingerprint=FINGERPRINT.fields))
+    with CacheWriter(folder, FORMATS[name], shard_size=1 << 30, num_entries=26) as writer:
+        for number in range(26):
+            writer.add(f"{number:064x}", random_features(number, tokens=300))
+    site = serve(tmp_path)
+    cache = open_at(site.url)
+    site.log.clear()
+    assert_same(cache.read(f"{25:064x}"), random_features(25, tokens=300))
+    assert len(site.log) <= requests
 
 
 def test_the_address_may_be_the_fingerprints_own_and_have_a_query(
@@ -141,6 +161,22 @@ def test_passing_failures_are_tried_again(fault: str, tmp_path: Path, serve: Cal
         assert not site.faults, "the faults did happen"
     site.only_shards, site.faults = False, [fault]
     assert len(open_at(site.url)) == len(KEYS), "the small files as well"
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_no_failure(
+    tmp_path: Path, serve: Callable[[Path], Site]
+) -> None:
+    """As servers close those that nobody has used for a while."""
+    make_cache(tmp_path)
+    site = serve(tmp_path)
+    site.hangs_up = True
+    cache = find_cache_at(site.url, FINGERPRINT, any_backend=True, patience=Patience(attempts=1))
+    for key, features in zip(KEYS, FEATURES, strict=True):
+        assert_same(cache.read(key), features)
+    site.faults = ["drop"]
+    with pytest.raises(CacheError, match="after 1 attempts"):
+        cache.read(KEYS[0])
+    assert not site.faults, "a new connection that is dropped is one"
 
 
 def test_what_arrived_is_not_fetched_again(tmp_path: Path, serve: Callable[[Path], Site]) -> None:
@@ -326,6 +362,39 @@ class _Entries(Dataset[tuple[int, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         return index, self._cache.read(KEYS[index]).image_embeds
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_threads_share_a_cache_that_keeps_few_shards_open(
+    remote: bool, tmp_path: Path, serve: Callable[[Path], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_cache(tmp_path)
+    monkeypatch.setattr(RemoteFiles if remote else LocalFiles, "max_open_shards", 1)
+    cache = open_at(serve(tmp_path).url) if remote else FeatureCache(folder)
+
+    def read(number: int) -> None:
+        for n in range(number, number + 4 * len(KEYS)):
+            assert_same(cache.read(KEYS[n % len(KEYS)]), FEATURES[n % len(KEYS)])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+
+
+def test_a_shard_that_is_let_go_while_it_is_read_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FeatureCache(make_cache(tmp_path))
+    monkeypatch.setattr(LocalFiles, "max_open_shards", 1)
+    assert cache.shard_of(KEYS[0]) != cache.shard_of(KEYS[5])
+    cache.read(KEYS[0])
+    fill, others = ShardFile.fill, [KEYS[5]]
+
+    def another_thread_reads(file: ShardFile, target: memoryview, offset: int) -> None:
+        if others:
+            assert_same(cache.read(others.pop()), FEATURES[5])
+        fill(file, target, offset)
+
+    monkeypatch.setattr(ShardFile, "fill", another_thread_reads)
+    assert_same(cache.read(KEYS[0]), FEATURES[0])
+    assert not others
 
 
 def test_forked_workers_open_connections_of_their_own(tmp_path: Path, serve: Callable[[Path], Site]) -> None:

@@ -192,6 +192,21 @@ def test_the_index_file_covers_what_a_repair_leaves(tmp_path: Path, damage: str)
     }
 
 
+def test_several_damaged_shards_are_mended_without_a_word_about_the_index(
+    config: PipelineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is brought up to date once, at the end: while a shard is damaged it cannot be."""
+    builder = builder_of(config)
+    for shard in shards_of(builder)[:2]:
+        shard.write_bytes(shard.read_bytes()[:-9])
+    with caplog.at_level("WARNING", "cache"):
+        repair(builder)
+    assert not caplog.records
+    said = EntryIndex.read(builder.folder)
+    assert said is not None
+    assert list(said) == committed_keys(builder.folder)
+
+
 def damage_at_random(folder: Path, dice: random.Random) -> None:
     """A flip, a cut or a loss of one file of the cache, most often of a shard."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.parent.name != DAMAGED)

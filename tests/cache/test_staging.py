@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -136,6 +140,48 @@ def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stage(source, tmp_path / "disk", ["train"], SILENT)
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage._replace(free=0))
     stage(source, tmp_path / "disk", ["train"], SILENT)  # nothing is missing, so nothing is needed
+
+
+KILLED_WHILE_COPYING = """
+import os, signal, sys
+from pathlib import Path
+from cache.formats.extents import ShardFile
+from cache.progress import Silent
+from cache.reader import FeatureCache
+from cache.staging import stage
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+source = FeatureCache(Path(sys.argv[1]))
+ShardFile.fill = killed  # the copy has been begun
+stage(source, Path(sys.argv[2]), ["train"], Silent())
+"""
+
+
+def test_what_a_killed_copy_has_left_is_removed_later_and_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FeatureCache(make_cache(tmp_path / "source"))
+    process = [sys.executable, "-P", "-c", KILLED_WHILE_COPYING, str(source.folder), str(tmp_path / "disk")]
+    assert subprocess.run(process, check=False).returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "disk").rglob(f"*{TEMPORARY_MARK}*")
+    left.write_bytes(bytes(2_500_000))
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(ResourceError, match=r"3 MB are held by copies that are under way or were killed"):
+            stage(source, tmp_path / "disk", ["train"], SILENT)
+    stage(source, tmp_path / "disk", ["val"], SILENT)
+    assert left.exists(), "whose it is may be at work"
+    other = tmp_path / "disk" / left.name
+    other.write_bytes(b"not in a folder of ours")
+    for file in (left, other):
+        os.utime(file, (1, 1))
+    copy = stage(source, tmp_path / "disk", ["train"], SILENT)
+    assert not left.exists()
+    assert other.exists()
+    assert_same(copy.read(KEYS[5]), FEATURES[5])
 
 
 def test_a_full_disk_leaves_no_remains(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

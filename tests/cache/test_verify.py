@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cache import prune
 from cache.errors import CacheError
+from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.index import update_index_file
 from cache.index_file import INDEX_FILE
 from cache.manifest import (
+    IndexEntry,
     RefusedImage,
+    ShardIndex,
     SplitImage,
     SplitImages,
     save_manifest,
@@ -69,6 +74,32 @@ def test_an_intact_cache_is_sound(folder: Path) -> None:
     assert found.num_bytes == sum(
         file.stat().st_size for file in (folder / "shards").iterdir() if file.suffix != ".json"
     )
+
+
+def alive(kind: type) -> int:
+    return sum(type(one) is kind for one in gc.get_objects())
+
+
+def test_of_intact_shards_only_the_keys_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may have a million entries; what is read of an index is let go before the next but one is read."""
+    folder = make_cache(tmp_path / "0123456789abcdef", "safetensors")
+    with CacheWriter(folder, FORMATS["safetensors"], shard_size=1 << 30, num_entries=1) as writer:
+        writer.add("e" * 64, random_features(9))
+    gc.collect()
+    before = {kind: alive(kind) for kind in (IndexEntry, ShardIndex)}
+    found = verify(folder)
+    assert found.intact_keys == {*KEYS, "e" * 64}
+    assert alive(IndexEntry) == before[IndexEntry]
+    load, kept = prune.load_shard_index, []
+
+    def watched(path: Path) -> ShardIndex:
+        kept.append(alive(ShardIndex) - before[ShardIndex])
+        return load(path)
+
+    monkeypatch.setattr(prune, "load_shard_index", watched)
+    (holding,) = prune.survey_holdings(tmp_path, Fingerprint({"dtype": "float32"}), any_backend=False)
+    assert holding.num_images == len(KEYS) + 1
+    assert kept == [0, 1, 1], kept
 
 
 def files_of(folder: Path) -> list[Path]:

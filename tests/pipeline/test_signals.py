@@ -1,12 +1,14 @@
-"""The console script as its own process: a mistake without a traceback, and SIGTERM to it and to its whole group."""
+"""The console script as its own process: a mistake without a traceback, and signals to it and to its whole group."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,16 +45,22 @@ def test_the_console_script_tells_a_mistake_without_a_traceback(config: Callable
     assert err.count("\n") == 2
 
 
-def _stop_when(process: subprocess.Popen[str], ready: Callable[[], bool], *, group: bool = False) -> tuple[int, str]:
-    """Send SIGTERM once `ready`, to the process or, as a scheduler does, to its whole group."""
+def _stop_when(
+    process: subprocess.Popen[str],
+    ready: Callable[[], bool],
+    *,
+    group: bool = False,
+    number: signal.Signals = signal.SIGTERM,
+) -> tuple[int, str]:
+    """Send a signal once `ready`, to the process or, as a terminal and a scheduler do, to its whole group."""
     deadline = time.monotonic() + 200
     while not ready() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()[1]
     if group:
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, number)
     else:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
     _, err = process.communicate(timeout=200)
     return process.returncode, err
 
@@ -74,12 +82,16 @@ def _many_images(folder: Path, data_dir: Path, count: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("group", "workers"), [(False, 0), (True, 1)])
-def test_sigterm_while_caching_keeps_what_is_committed(
+@pytest.mark.parametrize(
+    ("number", "group", "workers"),
+    [(signal.SIGTERM, False, 0), (signal.SIGTERM, True, 1), (signal.SIGINT, True, 1), (signal.SIGUSR1, False, 1)],
+)
+def test_a_signal_while_caching_keeps_what_is_committed(
     run: Callable[..., Any],
     write_config: Callable[..., Path],
     data_dir: Path,
     tmp_path: Path,
+    number: signal.Signals,
     group: bool,
     workers: int,
 ) -> None:
@@ -89,9 +101,12 @@ def test_sigterm_while_caching_keeps_what_is_committed(
     features = tmp_path / "run" / "features"
 
     process = _console("cache", "--config", config, "--split", "train")
-    code, err = _stop_when(process, lambda: len(list(features.glob("*/shards/*.json"))) >= 2, group=group)
+    code, err = _stop_when(
+        process, lambda: len(list(features.glob("*/shards/*.json"))) >= 2, group=group, number=number
+    )
 
-    assert code == 143, err
+    assert code == 128 + number, err
+    assert f"{number.name}: stopping at the next safe point" in err
     assert "Traceback" not in err
     assert "run the same command to go on" in err
     kept = sum(len(json.loads(file.read_text())["entries"]) for file in features.glob("*/shards/*.json"))
@@ -128,6 +143,39 @@ def test_sigterm_while_training_leaves_a_checkpoint_to_go_on_from(
     assert resumed.code == 0, resumed.err
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert steps == list(range(1, step + 2))
+
+
+WRITES = """
+import sys
+from pipeline.exit import exit_code_of, stop_request
+
+def work():
+    stop_request.install()
+    sys.stderr.write("#" * 1_000_000 + "\\n")
+    assert stop_request()
+
+sys.exit(exit_code_of(work) or stop_request.exit_code)
+"""
+
+
+def test_a_signal_that_interrupts_a_message_is_a_request_like_any_other() -> None:
+    """As where a terminal or a pipe takes no more for a moment: the handler's message must not enter that one."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen([sys.executable, "-c", WRITES], stderr=subprocess.PIPE, env=environment)
+    assert process.stderr is not None
+    deadline, waiting = time.monotonic() + 200, b""
+    full = fcntl.fcntl(process.stderr, fcntl.F_GETPIPE_SZ)
+    while int.from_bytes(waiting, sys.byteorder) < full:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        waiting = fcntl.ioctl(process.stderr, termios.FIONREAD, bytes(4))
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate(timeout=200)[1].decode()
+    assert process.returncode == 143, err.strip("#")
+    assert "Traceback" not in err
+    assert err.count("#") == 1_000_000
+    assert "SIGTERM: stopping at the next safe point\n" in err
 
 
 LEAVES = """
