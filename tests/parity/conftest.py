@@ -13,7 +13,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from transformers.image_utils import load_image
 
 from pipeline.config import PipelineConfig
+from train.config import LoraConfig
 from train.job import Job
+from train.lora import add_lora
 
 
 @dataclass
@@ -63,6 +65,16 @@ def job_of(config: PipelineConfig, *, from_cache: bool = True) -> Job:
     """The training job of a configuration."""
     c = config
     return Job(c.model, c.data, c.cache, c.train, c.eval, c.cache_dir, c.output_dir, from_cache)
+
+
+def under_adapter(model: Any) -> Any:
+    """In training, under the same adapter whatever the model, its B not zero, so that every gradient is alive."""
+    wrapped = add_lora(model, LoraConfig(r=4), seed=7)
+    dice = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in (p for p in wrapped.parameters() if p.requires_grad):
+            parameter.normal_(0, 0.05, generator=dice)
+    return wrapped.train()
 
 
 @pytest.fixture

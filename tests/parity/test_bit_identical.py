@@ -16,11 +16,10 @@ from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.features import LiveSource, features_on
 from train.inputs import Inputs, load_tower
-from train.lora import add_lora
 from train.loss import pack_logits, pack_loss
 from train.model import load_language_model, mm_encoder_outputs
 
-from .conftest import Stock, job_of
+from .conftest import Stock, job_of, under_adapter
 
 MAX_PIXELS = 128 * 128
 CPU = torch.device("cpu")
@@ -49,16 +48,6 @@ def _lora_gradients(model: Any) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is not None
     }
-
-
-def _fresh_adapter(model: Any, config: PipelineConfig) -> Any:
-    """The same weights in every model, B not zero, so that every gradient is alive."""
-    wrapped = add_lora(model, config.train.lora, seed=7)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in (p for p in wrapped.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return wrapped.train()
 
 
 @pytest.fixture(params=["dense", "moe"])
@@ -90,11 +79,11 @@ def test_cached_equals_stock_bit_for_bit(
     answer = stock.answer_mask(_messages(question, "Blue."), oracle_inputs["input_ids"])
     assert pack.target_positions.tolist() == (answer.nonzero()[:, 0] - 1).tolist()
 
-    oracle = _fresh_adapter(stock.model.requires_grad_(False), config)
+    oracle = under_adapter(stock.model.requires_grad_(False))
     expected = oracle(**oracle_inputs, use_cache=False).logits
     cross_entropy(expected[0, pack.target_positions], pack.target_ids).backward()
 
-    ours = _fresh_adapter(load_language_model(config.model, config.train, CPU), config)
+    ours = under_adapter(load_language_model(config.model, config.train, CPU))
     assert ours.model.model.visual is None
     got = ours(
         input_ids=pack.input_ids,
@@ -126,7 +115,7 @@ def test_cached_equals_live_bit_for_bit(tiny: Path, data_dir: Path, make_config:
         samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent())
         assert isinstance(inputs.source, LiveSource) != from_cache
         step = inputs.steps(samples, config.train, shuffle=True)[0, 0]
-        model = _fresh_adapter(load_language_model(config.model, config.train, CPU), config)
+        model = under_adapter(load_language_model(config.model, config.train, CPU))
         features = features_on(CPU, step.images, None if from_cache else load_tower(job, CPU))
         losses = [pack_loss(model, pack, features) for pack in step.packs]
         torch.stack(losses).sum().backward()

@@ -16,14 +16,13 @@ from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.features import features_on
 from train.inputs import Inputs
-from train.lora import add_lora
 from train.loss import pack_logits, pack_loss
 from train.model import load_language_model
 from train.pack import Pack, build_pack
 from train.prefix_tree import sharing_order, symbols_of
 from train.sample import Sample
 
-from .conftest import job_of
+from .conftest import job_of, under_adapter
 
 CPU = torch.device("cpu")
 
@@ -35,11 +34,8 @@ def setup(data_dir: Path, make_config: Callable[..., PipelineConfig]) -> tuple[A
     CacheBuilder(config.model, config.data, config.cache, config.cache_dir).run("train", Silent())
     inputs = Inputs.open(job_of(config))
     samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent()).samples
-    model = add_lora(load_language_model(config.model, config.train, CPU), config.train.lora, seed=1)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(5))
-    return model.train(), inputs, samples
+    model = under_adapter(load_language_model(config.model, config.train, CPU))
+    return model, inputs, samples
 
 
 def _pack(samples: list[Sample], inputs: Inputs, *, share: bool = False) -> tuple[Pack, list[Any]]:

@@ -24,7 +24,7 @@ from train.step import StepDataset
 
 from .conftest import Stock, job_of
 
-STEPS, BATCH, LEARNING_RATE, SEED = 30, 6, 5e-3, 11
+STEPS, BATCH, LEARNING_RATE, SEED = 30, 4, 5e-3, 11
 LINEAR = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
 
 
@@ -159,7 +159,7 @@ def _eval_and_predict_agree(tiny: Path, data_dir: Path, file: Path, config: Pipe
 def test_thirty_steps_with_shared_prefixes_and_without(
     data_dir: Path, write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    train = {"effective_batch_size": 12, "max_steps": STEPS, "learning_rate": LEARNING_RATE, "eval_split": None}
+    train = {"effective_batch_size": 8, "max_steps": STEPS, "learning_rate": LEARNING_RATE, "eval_split": None}
     file = write_config(
         {"train": str(data_dir / "train.jsonl")},
         train={**train, "order": "image"},

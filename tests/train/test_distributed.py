@@ -26,7 +26,7 @@ from .processes import Outcome, Stop, train
 pytestmark = pytest.mark.timeout(900)
 
 BIN = Path(sys.executable).parent
-STEPS = 12
+STEPS = 8
 SETTINGS = {
     # 37 rows in steps of 6: the last step of an epoch holds one row, less than there are processes.
     "effective_batch_size": 6,
@@ -34,7 +34,7 @@ SETTINGS = {
     "learning_rate": 3e-3,
     "tokens_per_pack": 100,
     "eval_split": "val",
-    "eval_steps": 6,
+    "eval_steps": 4,
     "save_steps": 100,
     "metric_for_best_model": "token_f1",  # so that evaluations generate
 }
@@ -94,7 +94,7 @@ def _assert_same_curve(outcome: Outcome, alone: Outcome) -> None:
     assert list(outcome.losses()) == list(wanted)
     assert list(outcome.losses().values()) == pytest.approx(list(wanted.values()), rel=1e-5)
     evaluations = alone.evaluations()
-    assert [step for step, _, _ in outcome.evaluations()] == [step for step, _, _ in evaluations] == [6, STEPS]
+    assert [step for step, _, _ in outcome.evaluations()] == [step for step, _, _ in evaluations] == [4, STEPS]
     for (_, loss, score), (_, wanted_loss, wanted_score) in zip(outcome.evaluations(), evaluations, strict=True):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         assert score == wanted_score
@@ -120,9 +120,9 @@ def test_four_processes_learn_what_one_learns(case: Case) -> None:
 @pytest.fixture(scope="module")
 def interrupted(case: Case) -> Outcome:
     """Two processes of which one got a signal in the middle of the first epoch."""
-    outcome = case.run("interrupted", 2, stop=Stop(rank=1, lines=3))
+    outcome = case.run("interrupted", 2, stop=Stop(rank=1, lines=2))
     assert outcome.codes == [130, 138], outcome.said
-    assert 3 <= max(outcome.losses()) < STEPS
+    assert 2 <= max(outcome.losses()) < STEPS
     assert "stopped after step" in outcome.said[0]
     return outcome
 
@@ -139,18 +139,32 @@ def test_going_on_in_as_many_processes_is_bit_identical(case: Case, two: Outcome
     assert all(torch.equal(tensor, outcome.adapter()[name]) for name, tensor in two.adapter().items())
 
 
-def test_a_divided_base_learns_what_a_whole_one_learns(case: Case) -> None:
-    settings = ["train.fsdp=full_shard", "train.gradient_checkpointing=true"]
-    stopped = case.run("divided", 2, *settings, stop=Stop(rank=0, lines=7))
-    assert stopped.codes == [138, 130], stopped.said
-    _assert_same_curve(case.go_on(stopped, 2, *settings), case.alone)
-    _assert_same_curve(case.go_on(stopped, 1), case.alone)  # whole again
+DIVIDED = ["train.fsdp=full_shard", "train.gradient_checkpointing=true"]
+
+
+@pytest.fixture(scope="module")
+def divided(case: Case) -> Outcome:
+    """Two processes with a part of the base each, of which one got a signal."""
+    outcome = case.run("divided", 2, *DIVIDED, stop=Stop(rank=0, lines=2))
+    assert outcome.codes == [138, 130], outcome.said
+    return outcome
+
+
+def test_a_divided_base_learns_what_a_whole_one_learns(case: Case, divided: Outcome) -> None:
+    _assert_same_curve(case.go_on(divided, 2, *DIVIDED), case.alone)
+    _assert_same_curve(case.go_on(divided, 1), case.alone)  # whole again
+
+
+def test_a_divided_base_goes_on_in_more_parts(case: Case, divided: Outcome) -> None:
+    _assert_same_curve(case.go_on(divided, 4, *DIVIDED), case.alone)
 
 
 def test_torchrun_starts_and_ends_cleanly(case: Case) -> None:
+    """With workers in each process, as users run it."""
     command = [BIN / "torchrun", "--standalone", "--nproc_per_node=2", "--no-python", BIN / "pipeline", "train"]
+    settings = [f"output_dir={case.folder / 'torchrun'}", "train.dataloader_num_workers=2"]
     done = subprocess.run(
-        [*command, "--config", case.config, "--from-cache", "--set", f"output_dir={case.folder / 'torchrun'}"],
+        [*command, "--config", case.config, "--from-cache", *(f"--set={setting}" for setting in settings)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

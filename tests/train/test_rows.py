@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cache.config import ModelConfig
 from cache.errors import ConfigError
 from train import rows
 from train.calibrate import Attempts, Trial
-from train.config import TrainConfig
+from train.chat import EncodedText
+from train.config import LoraConfig, TrainConfig
+from train.features import FeatureSource, StepImage
+from train.lora import add_lora
+from train.model import autocast, load_language_model
+from train.sample import SampleImage, make_sample
+from train.step import StepDataset
 
 
 class Layers(torch.nn.Module):
@@ -92,6 +103,19 @@ def test_the_fastest_trial_is_taken_kept_and_the_model_left_as_it_wants(
     assert again == config
 
 
+def test_the_choice_is_said_when_it_is_made_and_when_it_is_kept(
+    settle: Callable[..., tuple[TrainConfig, Layers]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "train")
+    for _ in range(2):
+        settle(TrainConfig())
+
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("calibrated:")]
+    line = r"calibrated: rows of 3072 tokens without activation checkpointing: \d\.\d{3} s a step, \d\.\d GiB"
+    assert len(said) == 2
+    assert all(re.fullmatch(line, one) for one in said)
+
+
 def test_other_kernels_are_tried_anew(
     settle: Callable[..., tuple[TrainConfig, Layers]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,3 +140,79 @@ def test_checkpointing_that_is_asked_for_is_the_only_way_tried(
 def test_a_divided_model_needs_a_number(settle: Callable[..., tuple[TrainConfig, Layers]]) -> None:
     with pytest.raises(ConfigError, match=r"auto is not there with train\.fsdp"):
         settle(TrainConfig(fsdp="full_shard"))
+
+
+class _NoImages(FeatureSource):
+    bytes_per_token = 0
+
+    def load(self, image: SampleImage) -> StepImage:
+        """Never called."""
+        raise AssertionError
+
+
+def _texts(budget: int) -> StepDataset:
+    """Steps of four short texts."""
+    samples = []
+    for number in range(4):
+        text = EncodedText(np.arange(5, 25, dtype=np.int32) + number, np.ones(20, dtype=np.float32), ())
+        samples.append(make_sample(text, (), merge_size=2, source="drawn"))
+    return StepDataset(
+        samples,
+        _NoImages(),
+        effective_batch_size=4,
+        tokens_per_pack=budget,
+        image_token_id=1,
+        merge_size=2,
+        seed=None,
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_trial_leaves_weights_and_random_numbers_as_they_were(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    """Forward and backward are real; the GPU's clock and memory are played."""
+    peak = 900
+    for name, play in {
+        "synchronize": lambda _: None,
+        "max_memory_allocated": lambda _: peak,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=10**9),
+        "get_per_process_memory_fraction": lambda _: 1.0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, play)
+    device, config = torch.device("cpu"), TrainConfig(precision="fp32", lora=LoraConfig(r=4, lora_dropout=0.5))
+    model = add_lora(load_language_model(ModelConfig(name_or_path=str(tiny)), config, device), config.lora, seed=1)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    drawn = torch.get_rng_state()
+    attempts = Attempts(model, _texts, (0, 0), device=device, autocast=lambda: autocast(config, device))
+
+    trial = attempts(40, recompute)
+    peak = 10**9  # more than is left for a step
+    beyond = attempts(80, recompute)
+
+    assert (trial.tokens_per_pack, trial.gradient_checkpointing) == (40, recompute)
+    assert 0 < trial.seconds < math.inf
+    assert trial.peak_bytes == 900 + 8 * trained
+    assert beyond.seconds == math.inf
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_trial_that_runs_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([torch.OutOfMemoryError("no"), RuntimeError("ALLOC_FAILED"), RuntimeError("something else")])
+
+    def too_much(*_: Any, **__: Any) -> torch.Tensor:
+        raise next(failures)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr("train.calibrate.pack_loss", too_much)
+    attempts = Attempts(
+        Layers(), _texts, (0, 0), device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False)
+    )
+
+    assert attempts(40, False).seconds == math.inf
+    assert attempts(40, False).seconds == math.inf
+    with pytest.raises(RuntimeError, match="something else"):
+        attempts(40, False)
