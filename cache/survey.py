@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,25 +203,16 @@ def _describe_split(split: SplitEstimate, figures: dict[str, Any], dtype: str) -
         mark = " (configured)" if name == dtype else ""
         parts = ", ".join(f"{level} {_size(size)}" for level, size in levels.items() if level != "total")
         lines.append(f"  {name:16s} {_size(levels['total'])}{mark}: {parts}")
-    lines += [f"  {name.replace('_', ' '):53s} {figures[name]:.4g}" for name in _COSTS if name in figures]
+    lines += [f"  {label:48s} {show(figures[name])}" for name, label, show in _COSTS if name in figures]
     return lines
 
 
-_COSTS = (
-    "hours_to_cache",
-    "tower_hours_saved_per_epoch_at_least",
-    "tower_hours_saved_per_epoch_at_most",
-    "epochs_until_it_pays_at_best",
-    "epochs_until_it_pays_at_worst",
-    "read_megabytes_per_second_each_image_once_an_epoch",
-    "read_megabytes_per_second_each_image_for_each_sample",
-    "hours_per_epoch_from_cache",
-)
-
-
-def _histogram(title: str, counts: dict[str, int]) -> list[str]:
-    most = max(counts.values(), default=1)
-    return [f"  {title}", *(f"    {name:>14s} {n:8d} {'#' * max(1, 40 * n // most)}" for name, n in counts.items())]
+def _time(hours: float) -> str:
+    seconds = 3600 * hours
+    for limit, unit in ((60, "s"), (3600, "min")):
+        if seconds < limit:
+            return f"{seconds * 60 / limit:.2g} {unit}"
+    return f"{hours:.3g} h"
 
 
 def _size(num_bytes: float) -> str:
@@ -230,3 +221,24 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.4g} TB"
+
+
+def _rate(megabytes: float) -> str:
+    return f"{_size(1e6 * megabytes)}/s"
+
+
+_COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("hours_to_cache", "time to cache", _time),
+    ("tower_hours_saved_per_epoch_at_least", "tower time saved an epoch, at least", _time),
+    ("tower_hours_saved_per_epoch_at_most", "tower time saved an epoch, at most", _time),
+    ("epochs_until_it_pays_at_best", "epochs until it pays, at best", "{:.2g}".format),
+    ("epochs_until_it_pays_at_worst", "epochs until it pays, at worst", "{:.2g}".format),
+    ("hours_per_epoch_from_cache", "an epoch from the cache", _time),
+    ("read_megabytes_per_second_each_image_once_an_epoch", "it reads, each image once an epoch", _rate),
+    ("read_megabytes_per_second_each_image_for_each_sample", "it reads, each image for each sample", _rate),
+)
+
+
+def _histogram(title: str, counts: dict[str, int]) -> list[str]:
+    most = max(counts.values(), default=1)
+    return [f"  {title}", *(f"    {name:>14s} {n:8d} {'#' * max(1, 40 * n // most)}" for name, n in counts.items())]

@@ -99,10 +99,22 @@ def test_hours_rates_and_epochs(splits: PipelineConfig) -> None:
     assert train[f"{each}once_an_epoch"] == pytest.approx(4 * once / 1e6)
     text = found.describe()
     assert "assumed:" in text
-    assert "epochs until it pays at best" in text
+    said = {line.rpartition("  ")[0].strip(): line.rpartition("  ")[2] for line in reversed(text.splitlines())}
+    assert said["time to cache"] == "10 s"
+    assert said["tower time saved an epoch, at most"] == "14 s"
+    assert said["epochs until it pays, at best"] == "0.71"
+    assert said["an epoch from the cache"] == "1.8 s"
+    assert said["it reads, each image for each sample"].endswith("kB/s")
     unknown = survey(splits)
     assert "hours_to_cache" not in unknown.figures()["splits"]["train"]
     assert "no rate is known yet" in unknown.describe()
+
+
+@pytest.mark.parametrize(("per_hour", "said"), [(5.0, "1 h"), (5 / 25.0, "25 h"), (20.0, "15 min"), (9000.0, "2 s")])
+def test_times_are_in_units_that_can_be_read(splits: PipelineConfig, per_hour: float, said: str) -> None:
+    text = survey(splits, rates=Rates(images_per_second=per_hour / 3600, sources={"images_per_second": ""})).describe()
+    line = next(line for line in text.splitlines() if line.startswith("  time to cache  "))
+    assert line.endswith(f" {said}")
 
 
 def test_short_space_is_said(splits: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
