@@ -66,6 +66,7 @@ def test_blocks_by_keys_are_those_that_torch_finds(until: npt.NDArray[np.int64])
         known = torch.arange(count.shape[-1]) < count[..., None]
         assert torch.equal(getattr(mask, indices)[known], getattr(theirs, indices)[known])
         assert getattr(mask, indices).dtype == getattr(theirs, indices).dtype
+        assert getattr(mask, indices).is_contiguous()  # as the kernels read them
 
 
 def test_block_layout_is_no_larger_than_torchs_own() -> None:
