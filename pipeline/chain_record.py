@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -14,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cache.atomic import write_text
 from cache.errors import ConfigError
 from pipeline.config import PipelineConfig
+
+logger = logging.getLogger("pipeline")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # as some network file systems answer
 
 
 class _Document(BaseModel):
@@ -128,6 +133,14 @@ class ChainFolder:
                 raise ConfigError(
                     "another submission is at work", where=str(self.folder), do="wait until it has ended"
                 ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                logger.warning(
+                    "%s: this file system keeps no locks (%s): do not submit here twice at once",
+                    self.folder,
+                    error.strerror,
+                )
             yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -289,3 +291,17 @@ def test_two_submissions_at_once(
 
     assert refused.code == 2
     assert "another submission is at work" in refused.err
+
+
+def test_a_file_system_without_locks_is_said_and_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(_file: Any, _kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("pipeline.chain_record.flock", flock)
+    with ChainFolder(tmp_path / "run").submitting():
+        assert "keeps no locks (No locks available): do not submit here twice at once" in caplog.text
+    monkeypatch.setattr("pipeline.chain_record.flock", lambda *_: os.close(10**6))
+    with pytest.raises(OSError, match="Bad file descriptor"), ChainFolder(tmp_path / "run").submitting():
+        pass
