@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import shutil
 from collections import Counter
@@ -30,6 +31,12 @@ from .test_remote import FEATURES, KEYS, make_cache
 SILENT = Silent()
 FILES = ["manifest.json", "entries.index", "splits/train.json", "shards/*.json"]
 MAX_MEMORY = 1 << 22  # the whole cache has some 200 kB
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps every warning of a test, and they would count as memory of the code under test."""
+    monkeypatch.setattr(logging.getLogger("cache.index"), "disabled", True)
 
 
 def outcome(folder: Path, listed: SplitImages) -> str:
