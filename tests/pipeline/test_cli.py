@@ -49,8 +49,8 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where test_cache_train_eval leaves its run for the verbs that come after training."""
+def finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that several tests read."""
     return tmp_path_factory.mktemp("finished")
 
 
@@ -64,6 +64,16 @@ def sample_config(write_config: Callable[..., Path], data_dir: Path, shared_cach
         return write_config(splits, cache=cache, **sections)
 
     return write
+
+
+@pytest.fixture
+def finished_run(run: Callable[..., Any], sample_config: Callable[..., Path], finished_folder: Path) -> Path:
+    """A run for the verbs that come after training; whichever test asks first makes it."""
+    if not (finished_folder / "adapter").exists():
+        config = sample_config(output_dir=str(finished_folder), train={"max_steps": 2, "eval_split": None})
+        for verb in (("cache", "--split", "train"), ("train", "--from-cache")):
+            assert run(*verb, "--config", config).code == 0
+    return finished_folder
 
 
 def test_the_verbs_and_their_options_are_those_that_scripts_rely_on() -> None:
@@ -116,8 +126,9 @@ def test_without_a_verb_the_help_is_shown(run: Callable[..., Any]) -> None:
     assert "cache: run the tower, store its output" in result.out + result.err
 
 
-def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., Path], finished_run: Path) -> None:
-    config = sample_config(output_dir=str(finished_run), train={"max_steps": 2, "report_to": ["tensorboard"]})
+def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = sample_config(output_dir=str(folder), train={"max_steps": 2, "report_to": ["tensorboard"]})
 
     first = run("cache", "--config", config, "--split", "train")
     assert (first.code, "split train: 37 records, 8 distinct images" in first.out) == (0, True), first.err
@@ -127,9 +138,9 @@ def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., 
 
     trained = run("train", "--config", config, "--from-cache")
     assert trained.code == 0, trained.err
-    assert trained.out == f"adapter saved in {finished_run / 'adapter'}\n"
-    assert load_config(finished_run / "config.yaml") == load_config(config)
-    steps = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+    assert trained.out == f"adapter saved in {folder / 'adapter'}\n"
+    assert load_config(folder / "config.yaml") == load_config(config)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {"loss", "learning_rate", "grad_norm", "samples_per_second", "image_tokens_per_second"}
     assert names | {"data_wait_share", "peak_memory_gib", "seconds_left"} <= set(steps[1])
     assert any("eval_loss" in step for step in steps)
@@ -138,13 +149,13 @@ def test_cache_train_eval(run: Callable[..., Any], sample_config: Callable[..., 
 
     evaluated = run("eval", "--config", config, "--set", "eval.limit=2")
     assert evaluated.code == 0, evaluated.err
-    predictions = (finished_run / "eval-val" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    predictions = (folder / "eval-val" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(predictions) == 2
     assert {"id", "question", "answer", "prediction", "exact_match"} <= set(json.loads(predictions[0]))
-    scores = json.loads((finished_run / "eval-val" / "metrics.json").read_text())
+    scores = json.loads((folder / "eval-val" / "metrics.json").read_text())
     assert {"loss", "exact_match", "token_f1"} <= set(scores)
     assert run("eval", "--config", config, "--set", "eval.limit=1").code == 0
-    fewer = json.loads((finished_run / "eval-val" / "metrics.json").read_text())
+    fewer = json.loads((folder / "eval-val" / "metrics.json").read_text())
     assert fewer["loss"] != scores["loss"]  # of the same samples as the answers
 
 
