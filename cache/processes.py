@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ _BY_EXIT_CODE = {kind.exit_code: kind for kind in (ConfigError, DataError, Cache
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0
 _LIBC = ctypes.CDLL(None)  # looked up before a fork
+_IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -64,7 +66,7 @@ def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:
     """Start a process whose output goes to its log, behind what is there already if `append`.
 
     It is asked to stop (SIGTERM) when the calling thread ends, however that happens: after a SIGKILL the next run would
-    else meet it at work on the same GPU.
+    else meet it at work on the same GPU. Linux alone can do that.
     """
     parent = os.getpid()
 
@@ -84,7 +86,7 @@ def start(child: Child, *, append: bool = False) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=stop_with_parent,  # noqa: PLW1509  (it takes no lock)
+            preexec_fn=stop_with_parent if _IS_LINUX else None,  # noqa: PLW1509  (it takes no lock)
         )
 
 

@@ -24,6 +24,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from cache.fast_tower import FastTower
 from cache.vision_tower import VisionTower
+from tests.benchmarks.device_clock import milliseconds
 from tests.benchmarks.true_tower import make_tower
 
 WARM_UP, ROUNDS = 3, 8
@@ -148,7 +149,7 @@ def _milliseconds(call: Callable[[], None], device: torch.device) -> float:
     times = []
     for _ in range(ROUNDS):
         _wait(device)
-        times.append(_span(call, device))
+        times.append(milliseconds(device, call))
     return statistics.median(times)
 
 
@@ -160,20 +161,7 @@ def _queued_milliseconds(call: Callable[[], None], device: torch.device) -> floa
             call()
 
     _wait(device)
-    return _span(several, device) / ROUNDS
-
-
-def _span(call: Callable[[], None], device: torch.device) -> float:
-    if device.type != "cuda":
-        started = time.perf_counter()
-        call()
-        return 1000 * (time.perf_counter() - started)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    return milliseconds(device, several) / ROUNDS
 
 
 def _wait(device: torch.device) -> None:

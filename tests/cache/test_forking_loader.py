@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from cache.forking_loader import ForkingLoader
-
-
-class _Owned:
-    """Like memory of a GPU: it tells when another process frees it. It lies in a cycle, so only a collection does."""
-
-    def __init__(self, told: Path) -> None:
-        self._told, self._owner, self._self = told, os.getpid(), self
-
-    def __del__(self) -> None:
-        if os.getpid() != self._owner:
-            self._told.touch()
+from tests.owned import Owned
 
 
 class _Collecting(Dataset[int]):
@@ -47,7 +36,7 @@ def test_garbage_of_the_parent_is_not_freed_in_workers(
 ) -> None:
     for place in ("thrown away before", "in use"):
         loader: DataLoader[int] = kind(_Collecting(), batch_size=None, num_workers=2)
-        held = _Owned(tmp_path / "told")
+        held = Owned(tmp_path / "told")
         if place == "thrown away before":
             del held
         assert sorted(loader) == [0, 1, 2, 3]
@@ -58,13 +47,13 @@ def test_garbage_of_the_parent_is_not_freed_in_workers(
 def test_what_is_alive_while_workers_start_is_not_theirs_to_free(without_collecting: None, tmp_path: Path) -> None:
     """Frozen, it is not looked at in a worker even if the parent's reference is gone there."""
     loader = ForkingLoader(_Collecting(), batch_size=None, num_workers=1, worker_init_fn=_forget)
-    _kept.append(_Owned(tmp_path / "told"))
+    _kept.append(Owned(tmp_path / "told"))
     assert list(loader) == [0, 1, 2, 3]
     assert not (tmp_path / "told").exists()
     _kept.clear()
 
 
-_kept: list[_Owned] = []
+_kept: list[Owned] = []
 
 
 def _forget(_worker: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from accelerate import skip_first_batches
 
 from cache.records import ImageRef
+from tests.owned import Owned
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.pack_mask import BLOCK_SIZE
@@ -147,17 +147,6 @@ def test_the_largest_step_is_told_in_bytes_of_a_processs_share() -> None:
     assert steps.largest_step_bytes == 2 * 4 // 2 << 30
 
 
-class _Owned:
-    """Like memory of a GPU: it tells when another process frees it. It lies in a cycle, so only a collection does."""
-
-    def __init__(self, told: Path) -> None:
-        self._told, self._owner, self._self = told, os.getpid(), self
-
-    def __del__(self) -> None:
-        if os.getpid() != self._owner:
-            self._told.touch()
-
-
 class _Collecting(_NoFeatures):
     def load(self, image: SampleImage) -> StepImage:
         gc.collect()
@@ -186,7 +175,7 @@ def test_workers_of_a_resumed_epoch_leave_the_parents_garbage_alone(tmp_path: Pa
     )
     loader = make_loader(steps, num_workers=2, pin_memory=False, prefetch_factor=2, persistent_workers=False)
     rest = skip_first_batches(loader, 1)
-    _Owned(tmp_path / "told")
+    Owned(tmp_path / "told")
     found = [step.num_samples for epoch in (rest, loader) for step in epoch]
 
     assert found == [4] * (2 + 3)
