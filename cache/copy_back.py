@@ -20,6 +20,7 @@ from cache.quantize import to_storage
 from cache.writer import CacheWriter
 
 BATCHES_AHEAD = 2  # the tower needs one queued behind the one that it runs
+IN_FLIGHT = 31 / 32  # of a shard's bytes; the rest is the writer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,14 @@ class CopyBack:
     """Takes features as they are asked for, and adds them to a cache in its storage dtype once they are there.
 
     Leaving the `with` block waits until all are handed to the writer. On a GPU nothing here keeps the calling thread or
-    the tower waiting, as long as the writer keeps up. At most `BATCHES_AHEAD` batches pile up on the device, or half a
-    shard of features, or one batch: with the batch that the tower is asked for meanwhile, that is what a kill costs.
+    the tower waiting, as long as the writer keeps up. What piles up is what a kill costs, so it is at most a shard's
+    bytes: `BATCHES_AHEAD` batches here, the batch that the tower is asked for meanwhile, and what waits in the writer.
+    Of batches too large for that, one piles up here.
     """
 
     def __init__(self, writer: CacheWriter, cache: CacheConfig) -> None:
         self._writer, self._cache = writer, cache
-        self._limit = cache.shard_size // 2
+        self._limit = int(IN_FLIGHT * cache.shard_size * BATCHES_AHEAD / (BATCHES_AHEAD + 1))
         self._stage = Stage[_Encoded]("copy features", self._store, limit=self._limit)
         self._stream: torch.cuda.Stream | None = None
 
@@ -104,7 +106,8 @@ class CopyBack:
             return nullcontext()
         if self._stream is None:
             device = batch.features[0].image_embeds.device
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Ahead of the tower's kernels, which would else keep each of these few small ones waiting for a place.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._stream.wait_event(batch.ready)
         return torch.cuda.stream(self._stream)
 

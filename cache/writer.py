@@ -18,8 +18,9 @@ from cache.index import update_index_file
 from cache.journal import Journal
 from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
 
-# Features that wait to be written, in bytes: a few large images, so that a pause of the disk does not stop the tower.
-WAITING_BYTES = 128 << 20
+# Features that wait to be written, in bytes, and as a share of a shard's; or one image. What holds more back while the
+# disk pauses is cache.copy_back.
+WAITING_BYTES, WAITING_SHARE = 64 << 20, 1 / 32
 _ROOM_SHARE = 1.25  # images differ in size: room for somewhat more entries than there are of the first one's size
 _SMALL_ENTRY = 1 << 20
 _MAX_ENTRIES = 8192  # a header with room for more would be megabytes at every opening
@@ -62,7 +63,7 @@ class CacheWriter:
         self._expected = num_entries
         self._open: _OpenShard | None = None
         self._writing = Stage[tuple[str, StoredFeatures, str]](
-            "write features", self._write, limit=min(WAITING_BYTES, shard_size // 4)
+            "write features", self._write, limit=min(WAITING_BYTES, int(WAITING_SHARE * shard_size))
         )
         self._committing = Stage[_OpenShard]("commit shards", self._commit, limit=1)
         self.committed_bytes = 0

@@ -128,7 +128,7 @@ def make_images(folder: Path, count: int, sizes: list[tuple[int, int]]) -> Path:
 
     def write(number: int) -> str:
         image = bases[number % len(bases)].copy()
-        image.paste((number % 256, number // 256, 128), (0, 0, 16, 16))
+        image.paste((number % 16 * 16, number // 16 % 16 * 16, number // 256 * 16), (0, 0, 16, 16))  # survives JPEG
         name = f"images/{number:05d}.jpg"
         image.save(folder / name, quality=82)
         return json.dumps({"image": name, "question": "What is it?", "answer": "Noise."})

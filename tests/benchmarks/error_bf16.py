@@ -34,7 +34,7 @@ from train.loss import pack_logits, pack_loss
 from train.model import autocast, load_language_model, prepare_for_training
 from train.prefix_tree import sharing_order, symbols_of
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def parity(config_file: Path) -> list[str]:
     samples = inputs.samples.training("train", inputs.known("train", Silent()), Silent())
     single = c.train.model_copy(update={"effective_batch_size": 1})
     steps = inputs.steps(samples, single, shuffle=False)
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     stock = AutoModelForImageTextToText.from_pretrained(
         c.model.name_or_path, dtype=torch.bfloat16, device_map={"": device}
     ).eval()

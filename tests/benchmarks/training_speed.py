@@ -116,7 +116,7 @@ def missing_rows(options: argparse.Namespace, kept: KeptRows, measures: Measures
 
 
 def _configurations(options: argparse.Namespace) -> Callable[[Case], Path]:
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
 
     def config_of(case: Case) -> Path:
         cap_memory(device, case.gib)

@@ -22,11 +22,12 @@ import torch
 import yaml
 from PIL import Image
 
-from cache.copy_back import BATCHES_AHEAD
+from cache.copy_back import BATCHES_AHEAD, IN_FLIGHT
 from cache.features import StoredFeatures
 from cache.progress import Silent
 from cache.reader import FeatureCache
 from cache.vision_tower import VisionTower
+from cache.writer import WAITING_SHARE
 from pipeline.config import PipelineConfig
 
 from .conftest import SILENT, builder_of, committed_keys, write_rows
@@ -76,12 +77,12 @@ def on_the_way(whole: FeatureCache, config: PipelineConfig) -> int:
     """Images that are computed and not in a shard yet, at most.
 
     A batch that the tower has ready; those that are copied back, of which one image may wait for the writer: two, and
-    no more than half a shard's bytes, but one; and the writer's: a quarter of a shard's bytes, or one image. An image
+    no more than two thirds of a shard's bytes, but one; and the writer's: a small share of them, or one image. An image
     whose bytes are in the shard, but not its line in the journal, is one of the writer's.
     """
     batch, size = most_in_a_batch(whole, config), min(stored_sizes(whole))
-    copied = min(BATCHES_AHEAD * batch, max(batch, config.cache.shard_size // 2 // size))
-    return batch + copied + max(1, config.cache.shard_size // 4 // size)
+    copied = min(BATCHES_AHEAD * batch, max(batch, int(IN_FLIGHT * config.cache.shard_size * 2 / 3) // size))
+    return batch + copied + max(1, int(WAITING_SHARE * config.cache.shard_size) // size)
 
 
 def killed_after(config: PipelineConfig, seconds: float, encoded: Path) -> bool:

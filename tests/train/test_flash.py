@@ -135,9 +135,15 @@ def test_the_extra_installs_the_version_that_is_asked_for() -> None:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A library that is there and cannot be imported."""
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("import no_such_compiler")
+    package = tmp_path / "flash_attn"
+    (package / "cute").mkdir(parents=True)
+    for file in (package / "__init__.py", package / "cute" / "__init__.py"):
+        file.touch()  # without them the real one, where it is installed, would come first
+    (package / "cute" / "interface.py").write_text("import no_such_compiler")
     monkeypatch.syspath_prepend(str(tmp_path))
+    there = [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+    for name in there:  # the real one, where it is installed and was used before
+        monkeypatch.delitem(sys.modules, name)
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
