@@ -11,6 +11,9 @@ from pipeline.exit import configure_logging, exit_code_of, leave, stop_request
 from pipeline.requeue import requeue_if_asked, take_limit
 from pipeline.time_records import note_start
 
+# Rows of ever new lengths fragment the GPU's memory otherwise. Read by torch when it is first imported.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -41,8 +44,8 @@ app.command()(slurm.check)
 
 def main() -> None:
     """The console script."""
-    # Rows of ever new lengths fragment the GPU's memory otherwise. Read by torch when it is first imported.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for name, value in ALLOCATOR.items():
+        os.environ.setdefault(name, value)
     note_start()
     configure_logging()
     max_requeues = take_limit()

@@ -1,6 +1,8 @@
-"""`train.tokens_per_pack: auto`: tries rows of growing length on real steps, with and without activation checkpointing.
+"""`train.tokens_per_pack: auto`: rows of several lengths on a real step, with and without activation checkpointing.
 
-The samples of a step stay the same whatever is chosen; only how many rows they are computed in changes.
+The samples of a step stay the same whatever is chosen; only how many rows they are computed in changes. A trial runs
+the two longest rows of the step, which decide what fits, and takes the others to be as fast a token: a whole step of
+144 samples would take seconds, and a calibration minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
 from train.loss import pack_loss
 from train.on_device import packs_on
+from train.pack import Pack
 from train.step import Step, StepDataset
 
 CALIBRATION_FILE = "calibration.json"
 SHORTEST, GROWTH = 2048, 1.5
 MEMORY_SHARE = 0.92  # the rest is for what differs from step to step
+ROWS = 2  # while one is computed, what the next one needs is copied
 
 logger = logging.getLogger("train")
 
@@ -37,7 +41,7 @@ class Trial:
     """One setting, tried on one step.
 
     Attributes:
-        seconds: forward and backward of the whole step; infinite where it does not fit.
+        seconds: forward and backward of the whole step, from those of its longest rows; infinite where they do not fit.
         peak_bytes: of the device's memory.
     """
 
@@ -63,18 +67,24 @@ def choose(tokens_in_step: int, longest_sample: int, checkpointing: bool | None,
         ResourceError: not even the shortest row fits.
     """
     trials: list[Trial] = []
-    for recompute in (False, True) if checkpointing is None else (checkpointing,):
-        if any(t.tokens_per_pack >= tokens_in_step and math.isfinite(t.seconds) for t in trials):
-            break  # a whole step in one row fits as it is: recomputing could only take longer
-        for tokens in lengths(tokens_in_step, longest_sample):
-            trials.append(attempt(tokens, recompute))
+    candidates = lengths(tokens_in_step, longest_sample)
+    if not checkpointing:
+        for tokens in candidates:
+            trials.append(attempt(tokens, False))
             if math.isinf(trials[-1].seconds):
+                break
+    if checkpointing is not False:
+        # What fits as it is could only take longer; and of what does not, the longest row repeats least.
+        fits = max((t.tokens_per_pack for t in trials if math.isfinite(t.seconds)), default=0)
+        for tokens in reversed([tokens for tokens in candidates if tokens > fits]):
+            trials.append(attempt(tokens, True))
+            if math.isfinite(trials[-1].seconds):
                 break
     trials.sort(key=lambda t: t.seconds)
     if math.isinf(trials[0].seconds):
         raise ResourceError(
-            f"the GPU's memory does not suffice for a row of {trials[0].tokens_per_pack} tokens, which the longest "
-            f"sample ({longest_sample} tokens) needs",
+            f"the GPU's memory does not suffice for a row of {candidates[0]} tokens, which the longest sample "
+            f"({longest_sample} tokens) needs",
             do="set train.quantization: nf4, lower cache.max_pixels, or use a larger GPU",
         )
     return trials
@@ -110,7 +120,7 @@ class Attempts:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
         tower: VisionTower | None = None,
-        repeats: int = 2,
+        repeats: int = 1,
     ) -> None:
         self._model, self._steps, self._step = model, steps, step
         self._device, self._autocast, self._tower, self._repeats = device, autocast, tower, repeats
@@ -119,14 +129,14 @@ class Attempts:
         """Run one trial."""
         recomputing(self._model, recompute)
         self._model.train()
-        step = self._steps(tokens)[self._step]
+        step, share = longest_rows(self._steps(tokens)[self._step])
         if self._device.type == "cuda":
             step = step.pin_memory()  # as in training
         _clean(self._model, self._device)  # or the peak would be that of loading the model
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             seconds, peak = self._measure(step)
         _clean(self._model, self._device)
-        trial = Trial(tokens, recompute, slowest_process(seconds, self._device), peak)
+        trial = Trial(tokens, recompute, slowest_process(seconds / share, self._device), peak)
         logger.info("calibration: %s", describe(trial))
         return trial
 
@@ -157,6 +167,19 @@ class Attempts:
             loss.backward()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
+
+
+def longest_rows(step: Step) -> tuple[Step, float]:
+    """A step of the longest rows alone, with their images, and their share of its tokens."""
+    packs = sorted(step.packs, key=_tokens, reverse=True)[:ROWS]
+    share = sum(map(_tokens, packs)) / sum(map(_tokens, step.packs))
+    places = {place: number for number, place in enumerate(dict.fromkeys(p for pack in packs for p in pack.images))}
+    alone = tuple(replace(pack, images=tuple(places[place] for place in pack.images)) for pack in packs)
+    return replace(step, packs=alone, images=tuple(step.images[place] for place in places)), share
+
+
+def _tokens(pack: Pack) -> int:
+    return pack.input_ids.shape[1]
 
 
 def recomputing(model: Any, wanted: bool) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-KINDS = {
-    "FP8 products": ("e4m3", "qgmma", "f8f8"),
+KINDS = {  # the compiler names its kernels after all that is fused in them, products and copies too
     "flex_attention": ("flex",),
+    "compiled element-wise": ("triton",),
+    "FP8 products": ("e4m3", "qgmma", "f8f8", "_qqt"),
     "FlashAttention": ("flash",),
     "other products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "aten::mm", "addmm"),
     "copies": ("memcpy", "memset", "copy"),
-    "compiled element-wise": ("triton",),
 }
 OTHER = "other"
 LONGEST = 10

@@ -16,12 +16,15 @@ again, those that did not fit are not.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pipeline.cli import ALLOCATOR
 from pipeline.demo.tiny_model import make_tiny_checkpoint
 from tests.benchmarks.device_clock import cap_memory
 from tests.benchmarks.kept_rows import KeptRows, Machine, Row
@@ -129,4 +132,7 @@ def _configurations(options: argparse.Namespace) -> Callable[[Case], Path]:
 
 
 if __name__ == "__main__":
+    if not ALLOCATOR.keys() <= os.environ.keys():  # torch reads it when it is imported: begin anew
+        os.environ.update(ALLOCATOR)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     main()

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from cache.content import rows_digest
 from cache.errors import ResourceError
 from cache.progress import Silent
 from pipeline.config import PipelineConfig
-from train import run
+from train import calibrate, run
 from train.calibrate import (
     CALIBRATION_FILE,
     SHORTEST,
@@ -31,10 +32,12 @@ from train.calibrate import (
     choose,
     describe,
     lengths,
+    longest_rows,
     read_calibration,
     write_calibration,
 )
 from train.config import TrainConfig
+from train.step import Step
 
 from .conftest import job_of
 
@@ -122,7 +125,8 @@ class _Layers(torch.nn.Module):
 def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that is played: its peak stands where loading left it until somebody resets it."""
     peak = [10**9]
-    step = SimpleNamespace(pin_memory=lambda: None)
+    step = _step(2048)
+    monkeypatch.setattr(Step, "pin_memory", lambda self: self)
     played = {
         "max_memory_allocated": lambda _: peak[0],
         "reset_peak_memory_stats": lambda _: peak.__setitem__(0, 1000),
@@ -139,6 +143,59 @@ def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch:
     attempts = Attempts(_Layers(), steps, (0, 0), device=device, autocast=contextlib.nullcontext)
 
     assert attempts(2048, False) == Trial(2048, False, 0.5, 1000)
+
+
+def test_a_trial_runs_the_two_longest_rows_and_answers_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real computation, of rows whose time is their length."""
+    ran: list[int] = []
+    clock = [0.0]
+
+    def loss(_model: Any, pack: Any, _features: Any, **_: Any) -> torch.Tensor:
+        ran.append(pack.input_ids.shape[1])
+        clock[0] += ran[-1]
+        return torch.zeros((), requires_grad=True)
+
+    monkeypatch.setattr(calibrate, "pack_loss", loss)
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("train.on_device.features_on", lambda _device, images, _tower: images)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    step = _step(100, 300, 200, 400)
+    attempts = Attempts(
+        _Layers(), lambda _: {(0, 0): step}, (0, 0), device=torch.device("cpu"), autocast=contextlib.nullcontext
+    )  # type: ignore[arg-type, return-value]
+
+    assert attempts(400, False) == Trial(400, False, pytest.approx(1000), 500)
+    assert ran == [400, 300] * 2
+
+
+@dataclass(frozen=True)
+class _Row:
+    """As much of a Pack as a trial looks at."""
+
+    input_ids: torch.Tensor
+    images: tuple[int, ...]
+
+    def map_tensors(self, *_: Any, **__: Any) -> _Row:
+        """It is where it has to be."""
+        return self
+
+
+def _step(*lengths: int) -> Step:
+    """Rows of so many tokens, each with an image, which is its length."""
+    packs: Any = tuple(_Row(torch.zeros((1, tokens)), (place,)) for place, tokens in enumerate(lengths))
+    images: Any = lengths
+    return Step(packs, images, 1.0, len(packs), 0)
+
+
+def test_the_longest_rows_keep_their_images() -> None:
+    step, share = longest_rows(_step(100, 300, 200, 400))
+
+    assert share == 0.7
+    assert [(p.input_ids.shape[1], step.images[p.images[0]]) for p in step.packs] == [(400, 400), (300, 300)]
+    assert len(step.images) == 2
 
 
 class _AskedError(Exception):
