@@ -13,6 +13,7 @@ from cache.arrow_rows import ArrowRows, open_folder_or_file, open_hub_dataset
 from cache.config import DataConfig, SplitConfig
 from cache.errors import ConfigError, DataError
 from cache.image_root import ImageRoot
+from cache.many_objects import many_objects
 from cache.records import ImageRef, Record, unreadable
 from cache.row_fields import as_object, malformed, show
 from cache.row_formats import ImageSource, detect_format, parse_row
@@ -74,6 +75,7 @@ class _Rows:
     arrow: ArrowRows | None = None
 
 
+@many_objects()
 def read_split(data: DataConfig, split: str) -> SplitRecords:
     """Reads the records of one split. Image files are named, not opened, and need not exist.
 

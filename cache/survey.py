@@ -13,6 +13,7 @@ from cache.dataset import SplitRecords, read_split
 from cache.errors import DataError
 from cache.estimate import ASSUMPTIONS, FeatureShape, ImageFacts, Rates, SplitEstimate
 from cache.headers import Header, content_ids, read_headers
+from cache.many_objects import many_objects
 from cache.plan import free_bytes
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
@@ -80,6 +81,7 @@ class Survey:
         return "\n".join(lines)
 
 
+@many_objects()
 def survey_splits(
     model: ModelConfig,
     data: DataConfig,
