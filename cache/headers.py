@@ -7,6 +7,7 @@ import stat
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from cache.preprocess import header_size
 from cache.progress import Progress
 from cache.records import ImageRef, require_size, unreadable
 
-HEAD_BYTES = 1 << 16  # nearly every JPEG's metadata lies before this, and two different photographs differ before it
+HEAD_BYTES = 1 << 14  # most images tell their size before this, and two different photographs differ before it
+LONG_HEAD_BYTES = 1 << 16  # nearly every JPEG's metadata ends before this, a camera's with its thumbnail too
 THREADS = 4  # hide the latency of a network file system; identifying an image holds the GIL
 CHUNK = 64  # images a task: a task an image would cost as much as the image
 _WHOLE_FILE_NEEDED = (b"RIFF", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # WebP and TIFF, as header_size says
@@ -107,21 +109,27 @@ def read_head(file: Path) -> bytes:
 
 def _leading_bytes(ref: ImageRef) -> tuple[bytes, int]:
     """At least the first HEAD_BYTES and the file's size. What is amiss with the file is said by `ref.read`."""
+    if ref.file is not None and (found := _start_of(ref.file, HEAD_BYTES)) is not None:
+        return found
+    data = ref.read()
+    return data, len(data)
+
+
+def _start_of(file: Path, count: int) -> tuple[bytes, int] | None:
+    """The first bytes of a regular file that is not empty, and its size; None for anything else."""
     descriptor = -1
     try:
-        if ref.file is not None:
-            # A named pipe would block for ever.
-            descriptor = os.open(ref.file, os.O_RDONLY | os.O_NONBLOCK)
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and status.st_size:
-                return os.read(descriptor, HEAD_BYTES), status.st_size
+        # A named pipe would block for ever.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_size:
+            return os.read(descriptor, count), status.st_size
     except OSError:
         pass
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    data = ref.read()
-    return data, len(data)
+    return None
 
 
 def _size(ref: ImageRef, head: bytes, num_bytes: int) -> tuple[int, int]:
@@ -131,8 +139,12 @@ def _size(ref: ImageRef, head: bytes, num_bytes: int) -> tuple[int, int]:
     require_size(num_bytes, ref.path)
     require_format(head, num_bytes, where=ref.path)  # before the whole of a file that is no image is read
     if not head.startswith(_WHOLE_FILE_NEEDED) and head[4:8] != b"ftyp":
-        try:
-            return header_size(head, where=ref.path)
-        except DataError:
-            pass  # metadata longer than the leading bytes
+        for longer in (False, True):
+            with suppress(DataError):  # metadata longer than the leading bytes
+                return header_size(_long_head(ref, head) if longer else head, where=ref.path)
     return header_size(ref.read(), where=ref.path)
+
+
+def _long_head(ref: ImageRef, head: bytes) -> bytes:
+    found = None if ref.file is None else _start_of(ref.file, LONG_HEAD_BYTES)
+    return head if found is None else found[0]

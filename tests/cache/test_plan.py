@@ -156,6 +156,23 @@ def test_sizes_from_leading_bytes(tmp_path: Path, name: str) -> None:
     assert header.width == (400 if name.endswith("jpg") else 500)
 
 
+@pytest.mark.parametrize("metadata", [0, HEAD_BYTES, 3 * HEAD_BYTES])
+def test_a_cameras_metadata_is_no_reason_to_read_the_whole_file(
+    metadata: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whole(_: ImageRef) -> bytes:
+        raise AssertionError("read whole")
+
+    file = noise(tmp_path / "a.jpg", quality=95)
+    content = file.read_bytes()
+    segment = b"\xff\xfe" + (metadata + 2).to_bytes(2, "big") + bytes(metadata)
+    file.write_bytes(content[:2] + segment + content[2:])
+    monkeypatch.setattr(ImageRef, "read", whole)
+    (header,) = read_headers(refs_of(file), SILENT)
+    assert isinstance(header, Header)
+    assert (header.height, header.width) == (400, 500)
+
+
 def test_metadata_longer_than_the_leading_bytes(tmp_path: Path) -> None:
     file = noise(tmp_path / "a.jpg", quality=95)
     whole = file.read_bytes()
