@@ -146,7 +146,7 @@ class CacheConfig(Section):
     shard_size: int = Field(default=1 << 30, gt=0)
     """A shard is closed once it holds this many bytes; a safetensors shard also with some thousand images. A request to
     stop costs nothing; a kill costs the images on their way to a shard's file: two or three batches of the tower, and
-    up to 64 MiB of features."""
+    one image or up to 64 MiB of features."""
     num_workers: int = Field(default=2, ge=0)
     """Processes that decode and resize images, for each GPU. One gives 10 to 30 images of a megapixel a second."""
     max_image_pixels: int = Field(default=200_000_000, gt=0)

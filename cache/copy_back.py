@@ -40,9 +40,9 @@ class CopyBack:
     """Takes features as they are asked for, and adds them to a cache in its storage dtype once they are there.
 
     Leaving the `with` block waits until all are handed to the writer. On a GPU nothing here keeps the calling thread or
-    the tower waiting, as long as the writer keeps up. What piles up is what a kill costs, so it is at most a shard's
-    bytes: `BATCHES_AHEAD` batches here, the batch that the tower is asked for meanwhile, and what waits in the writer.
-    Of batches too large for that, one piles up here.
+    the tower waiting, as long as the writer keeps up. What piles up is what a kill costs, so it is at most as much as a
+    shard holds: `BATCHES_AHEAD` batches here, the batch that the tower is asked for meanwhile, and what waits in the
+    writer, one image at least. Of batches too large for that, one piles up here.
     """
 
     def __init__(self, writer: CacheWriter, cache: CacheConfig) -> None:

@@ -72,7 +72,7 @@ class ImageRoot:
         if base in ("", ".", ".."):
             raise DataError(f"image {show(name)} names a folder", where=where, do="name an image file")
         file = self._real_file(folder, base)
-        if not file.startswith(self._inside):
+        if not file.startswith(self._inside) or file == self._inside:
             raise DataError(
                 f"image {show(name, 500)} leaves the image root {self.root}: it leads to {file}",
                 where=where,

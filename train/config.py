@@ -54,8 +54,8 @@ class TrainConfig(Section):
     tokens_per_pack: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Samples are packed into rows of at most this many tokens (a longer sample has a row of its own). Bounds memory;
     does not change the result (with `lora.lora_dropout`, other numbers are drawn). `auto`: the first start tries on the
-    GPU which rows fit and are fastest, with and without activation checkpointing, and keeps the choice in the run
-    folder (calibration.json); 8192 on a CPU."""
+    GPU which rows fit and are fastest as they are, and the longest that fits with activation checkpointing, takes the
+    faster, and keeps the choice in the run folder (calibration.json); 8192 on a CPU."""
     order: Literal["sample", "image", "file"] = "image"
     """`sample`: rows in random order. `image`: the rows of one image come together, images in random order, so that a
     step reads an image once for all its questions; steps are less random then. `file`: as the rows stand in the file,

@@ -128,7 +128,9 @@ def make_images(folder: Path, count: int, sizes: list[tuple[int, int]]) -> Path:
 
     def write(number: int) -> str:
         image = bases[number % len(bases)].copy()
-        image.paste((number % 16 * 16, number // 16 % 16 * 16, number // 256 * 16), (0, 0, 16, 16))  # survives JPEG
+        colour = (number % 16 * 16, number // 16 % 16 * 16, number // 256 % 16 * 16)  # far enough apart for JPEG
+        left = number // 4096 * 16
+        image.paste(colour, (left, 0, left + 16, 16))
         name = f"images/{number:05d}.jpg"
         image.save(folder / name, quality=82)
         return json.dumps({"image": name, "question": "What is it?", "answer": "Noise."})

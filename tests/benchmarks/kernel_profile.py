@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-KINDS = {  # the compiler names its kernels after all that is fused in them, products and copies too
+KINDS = {
     "flex_attention": ("flex",),
-    "compiled element-wise": ("triton",),
+    # The compiler names its kernels after all that is fused in them, products and copies too.
+    "compiled element-wise": ("triton_poi", "triton_red", "triton_per", "triton_for"),
     "FP8 products": ("e4m3", "qgmma", "f8f8", "_qqt"),
     "FlashAttention": ("flash",),
-    "other products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "aten::mm", "addmm"),
+    "other products": ("triton_tem", "triton_mm", "gemm", "nvjet", "cutlass", "xmma", "cublas", "aten::mm", "addmm"),
     "copies": ("memcpy", "memset", "copy"),
 }
 OTHER = "other"

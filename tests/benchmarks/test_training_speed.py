@@ -207,6 +207,7 @@ def test_code_without_a_repository_is_known_by_its_content(tmp_path: Path) -> No
         ("triton_tem_fused_flex_attention_backward_2", "flex_attention"),
         ("triton_red_fused__scaled_mm__to_copy_abs_add_amax_clamp_div_mul_ones_silu", "compiled element-wise"),
         ("triton_poi_fused_addmm_mul_silu_10", "compiled element-wise"),
+        ("triton_tem_fused_mm_3", "other products"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
     ],
 )

@@ -183,6 +183,12 @@ def test_paths_that_leave_the_root_are_refused(tmp_path: Path, name: str) -> Non
     assert error.what == f"image {name!r} leaves the image root {root.resolve()}: it leads to {secret}"
 
 
+def test_a_link_to_the_root_itself_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "itself").symlink_to("/")
+    row = flat(str(tmp_path / "itself"))
+    assert "leaves the image root /" in refusal(write_rows(tmp_path / "a.jsonl", row), image_root=Path("/")).what
+
+
 def test_a_folder_with_the_roots_name_as_its_beginning_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root-of-another").mkdir()
     row = flat("../root-of-another/a.png")

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +60,17 @@ def test_the_longest_row_that_fits_wins_when_longer_is_faster() -> None:
     best = choose(40_000, 1500, None, _device(10_000, tried))[0]
 
     assert (best.tokens_per_pack, best.gradient_checkpointing) == (6912, False)
-    assert [r for t, r in tried].count(False) == 5  # up to the first that does not fit
-    assert max(t for t, r in tried if r) == 40_000  # the whole step
+    as_they_are = [2048, 3072, 4608, 6912, 10368]  # up to the first that does not fit
+    assert tried == [*((tokens, False) for tokens in as_they_are), (40_000, True)]  # the whole step
+
+
+def test_recomputing_is_tried_from_the_longest_row_on_until_one_fits() -> None:
+    tried: list[tuple[int, bool]] = []
+
+    trials = choose(40_000, 1500, None, _device(5000, tried))
+
+    assert [tokens for tokens, recompute in tried if recompute] == [40_000, 34_992, 23_328, 15_552]
+    assert math.isfinite(next(t.seconds for t in trials if t.tokens_per_pack == 15_552))
 
 
 def test_checkpointing_is_taken_where_it_is_the_only_way_or_the_faster() -> None:
@@ -183,19 +192,22 @@ class _Row:
         return self
 
 
-def _step(*lengths: int) -> Step:
-    """Rows of so many tokens, each with an image, which is its length."""
-    packs: Any = tuple(_Row(torch.zeros((1, tokens)), (place,)) for place, tokens in enumerate(lengths))
-    images: Any = lengths
+def _step(*lengths: int, places: Sequence[tuple[int, ...]] | None = None) -> Step:
+    """Rows of so many tokens; the images at their places are letters."""
+    places = [(row,) for row in range(len(lengths))] if places is None else places
+    packs: Any = tuple(_Row(torch.zeros((1, n)), row) for n, row in zip(lengths, places, strict=True))
+    images: Any = tuple("abcdef"[: 1 + max(place for row in places for place in row)])
     return Step(packs, images, 1.0, len(packs), 0)
 
 
 def test_the_longest_rows_keep_their_images() -> None:
-    step, share = longest_rows(_step(100, 300, 200, 400))
+    """An image that stands in both is there once; one that stands in neither is not there."""
+    step, share = longest_rows(_step(300, 100, 400, places=[(2, 0, 2), (3,), (0, 1)]))
 
-    assert share == 0.7
-    assert [(p.input_ids.shape[1], step.images[p.images[0]]) for p in step.packs] == [(400, 400), (300, 300)]
-    assert len(step.images) == 2
+    assert share == 7 / 8
+    assert [p.input_ids.shape[1] for p in step.packs] == [400, 300]
+    assert ["".join(step.images[place] for place in p.images) for p in step.packs] == ["ab", "cac"]  # type: ignore[misc]
+    assert len(step.images) == 3
 
 
 class _AskedError(Exception):
