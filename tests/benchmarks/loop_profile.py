@@ -11,8 +11,6 @@ the packs of training_speed, the GPU was slower in the loop; if not, it waited.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.cli import ALLOCATOR
 from pipeline.config import load_config
-from tests.benchmarks.train_command import pipeline, train_anew
+from tests.benchmarks.train_command import pipeline, take_its_allocator, train_anew
 from tests.benchmarks.training_cases import CASES, prepare, valid_rows
 from tests.benchmarks.true_shapes import make_8b_checkpoint
 
@@ -108,7 +105,5 @@ def busy_and_pauses(ran: Sequence[Interval]) -> tuple[float, list[Pause]]:
 
 
 if __name__ == "__main__":
-    if not ALLOCATOR.keys() <= os.environ.keys():  # torch reads it when it is imported: begin anew
-        os.environ.update(ALLOCATOR)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    take_its_allocator()
     main()

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli import app
+from pipeline.cli import ALLOCATOR, app
 from pipeline.exit import StopRequest, exit_code_of
 from train.run_folder import METRICS_FILE
+
+
+def take_its_allocator() -> None:
+    """Begin this program anew with the command line's settings of the allocator: torch reads them at its import."""
+    if not ALLOCATOR.keys() <= os.environ.keys():
+        os.environ.update(ALLOCATOR)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def train_anew(train: Callable[[], None], output: Path) -> list[dict[str, Any]]:

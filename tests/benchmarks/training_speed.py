@@ -16,20 +16,18 @@ again, those that did not fit are not.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline.cli import ALLOCATOR
 from pipeline.demo.tiny_model import make_tiny_checkpoint
 from tests.benchmarks.device_clock import cap_memory
 from tests.benchmarks.kept_rows import KeptRows, Machine, Row
 from tests.benchmarks.own_speed import loop_row, packs_row
 from tests.benchmarks.peer_speed import PEERS, peer_rows
+from tests.benchmarks.train_command import take_its_allocator
 from tests.benchmarks.training_cases import CASES, Case, prepare, rows_label, valid_rows
 from tests.benchmarks.training_table import LOOP, PACKS, full_name, tables
 from tests.benchmarks.true_shapes import make_8b_checkpoint
@@ -132,7 +130,5 @@ def _configurations(options: argparse.Namespace) -> Callable[[Case], Path]:
 
 
 if __name__ == "__main__":
-    if not ALLOCATOR.keys() <= os.environ.keys():  # torch reads it when it is imported: begin anew
-        os.environ.update(ALLOCATOR)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    take_its_allocator()
     main()
