@@ -17,10 +17,10 @@ from cache.features import StoredFeatures, VisionFeatures, stored_features
 from cache.finite import finite_levels, require_finite
 from cache.manifest import SplitImage
 from cache.quantize import to_storage
-from cache.writer import CacheWriter
+from cache.writer import WAITING_SHARE, CacheWriter
 
 BATCHES_AHEAD = 2  # the tower needs one queued behind the one that it runs
-IN_FLIGHT = 31 / 32  # of a shard's bytes; the rest is the writer's
+IN_FLIGHT = 1 - WAITING_SHARE  # of a shard's bytes; the rest is the writer's
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,6 @@ class Attempts:
         steps: the steps cut into rows of at most so many tokens.
         step: which (epoch, step) to run: the one with most tokens.
         autocast: as in training.
-        repeats: timed runs after one that compiles.
     """
 
     def __init__(
@@ -120,10 +119,9 @@ class Attempts:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
         tower: VisionTower | None = None,
-        repeats: int = 1,
     ) -> None:
         self._model, self._steps, self._step = model, steps, step
-        self._device, self._autocast, self._tower, self._repeats = device, autocast, tower, repeats
+        self._device, self._autocast, self._tower = device, autocast, tower
 
     def __call__(self, tokens: int, recompute: bool) -> Trial:
         """Run one trial."""
@@ -142,7 +140,8 @@ class Attempts:
 
     def _measure(self, step: Step) -> tuple[float, int]:
         try:
-            times = [self._run(step) for _ in range(1 + self._repeats)]
+            self._run(step)  # compiles
+            seconds = self._run(step)
         except (torch.OutOfMemoryError, ResourceError):  # the latter where the tower runs
             return math.inf, 0
         except RuntimeError as error:
@@ -152,7 +151,7 @@ class Attempts:
         peak = torch.cuda.max_memory_allocated(self._device) + self._optimizer_bytes()
         total = torch.cuda.get_device_properties(self._device).total_memory
         limit = MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction(self._device)
-        return (min(times[1:]) if peak <= limit else math.inf), peak
+        return (seconds if peak <= limit else math.inf), peak
 
     def _optimizer_bytes(self) -> int:
         """Two moments in fp32, which are not there yet."""
