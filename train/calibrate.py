@@ -24,7 +24,7 @@ from cache.atomic import write_text
 from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
 from train.loss import pack_loss
-from train.on_device import packs_on
+from train.on_device import Feeder
 from train.pack import Pack
 from train.step import Step, StepDataset
 
@@ -140,8 +140,9 @@ class Attempts:
 
     def _measure(self, step: Step) -> tuple[float, int]:
         try:
-            self._run(step)  # compiles
-            seconds = self._run(step)
+            feeder = Feeder(self._device, self._tower)
+            self._run(step, feeder)  # compiles
+            seconds = self._run(step, feeder)
         except (torch.OutOfMemoryError, ResourceError):  # the latter where the tower runs
             return math.inf, 0
         except RuntimeError as error:
@@ -157,10 +158,10 @@ class Attempts:
         """Two moments in fp32, which are not there yet."""
         return sum(8 * p.numel() for p in self._model.parameters() if p.requires_grad)
 
-    def _run(self, step: Step) -> float:
+    def _run(self, step: Step, feeder: Feeder) -> float:
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
-        for pack, features in packs_on(self._device, step, self._tower):
+        for pack, features in feeder.packs(step, following=step):  # in training, too, what comes is copied early
             with self._autocast():
                 loss = pack_loss(self._model, pack, features, scale=1 / step.total_weight)
             loss.backward()  # type: ignore[no-untyped-call]

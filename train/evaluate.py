@@ -19,7 +19,7 @@ from train.features import FeatureSource, features_on
 from train.generate import generate
 from train.loss import pack_loss
 from train.metrics import answer_of, exact_match, summarize
-from train.on_device import packs_on
+from train.on_device import Feeder
 from train.sample import widen
 from train.stage_losses import StageLosses
 from train.step import Step
@@ -133,8 +133,9 @@ def weighted_loss(
     """
     model.eval()
     totals = torch.zeros(2, device=device, dtype=torch.float64)
+    feeder = Feeder(device, tower)
     for step in steps:
-        for pack, features in packs_on(device, step, tower):
+        for pack, features in feeder.packs(step):
             losses = stages.room(pack)
             with context():
                 totals[0] += pack_loss(model, pack, features, losses=losses)

@@ -1,4 +1,4 @@
-"""A step's packs on the device, one after another: an image's features are there from its first pack to its last.
+"""Steps' packs on the device, one after another: an image's features are there from its first pack to its last.
 
 While the device computes one pack, it copies what the next one needs.
 """
@@ -15,40 +15,57 @@ from train.features import CachedImage, StepImage, features_on
 from train.pack import Pack
 from train.step import Step
 
+_Begun = dict[int, StepImage]  # by place in the step's list of images; copies under way
 
-def packs_on(
-    device: torch.device, step: Step, tower: VisionTower | None
-) -> Iterator[tuple[Pack, Mapping[int, VisionFeatures]]]:
-    """Each pack on the device with its images' features there, by their place in the step's list of images.
 
-    The host does not wait for the device where the step is in page-locked memory.
+class Feeder:
+    """Puts steps on a device, pack by pack. Where they are in page-locked memory, the host does not wait for it.
 
     Args:
         tower: for images that come as pixels; see features_on.
-
-    Returns:
-        What belongs to a pack holds until the next one is asked for.
     """
-    first = {place: number for number, pack in reversed(list(enumerate(step.packs))) for place in pack.images}
-    last = {place: number for number, pack in enumerate(step.packs) for place in pack.images}
-    copies = _Copies(device)
-    held: dict[int, VisionFeatures] = {}
 
-    def begin(number: int) -> dict[int, StepImage]:
-        places = [place for place in first if first[place] == number]
-        return dict(zip(places, copies.begin([step.images[place] for place in places]), strict=True))
+    def __init__(self, device: torch.device, tower: VisionTower | None) -> None:
+        self._device, self._tower = device, tower
+        self._copies = _Copies(device)
+        self._next: tuple[Step, _Begun] | None = None
 
-    try:
-        coming = begin(0)
-        for number, pack in enumerate(step.packs):
-            copies.finish()
-            held |= zip(coming, features_on(device, list(coming.values()), tower), strict=True)
-            coming = begin(number + 1)
-            yield pack.map_tensors("to", device, non_blocking=True), held
-            for place in [place for place in held if last[place] == number]:
-                del held[place]
-    finally:
-        copies.finish()
+    def packs(self, step: Step, following: Step | None = None) -> Iterator[tuple[Pack, Mapping[int, VisionFeatures]]]:
+        """Each pack on the device with its images' features there, by their place in the step's list of images.
+
+        Args:
+            following: the step that comes next, if known: what its first pack needs is copied beside this one's last.
+
+        Returns:
+            What belongs to a pack holds until the next one is asked for.
+        """
+        last = {place: number for number, pack in enumerate(step.packs) for place in pack.images}
+        held: dict[int, VisionFeatures] = {}
+        try:
+            coming = self._begun(step)
+            for number, pack in enumerate(step.packs):
+                self._copies.finish()
+                held |= zip(coming, features_on(self._device, list(coming.values()), self._tower), strict=True)
+                if number + 1 < len(step.packs):
+                    coming = self._begin(step, number + 1)
+                elif following is not None:
+                    self._next = following, self._begin(following, 0)
+                yield pack.map_tensors("to", self._device, non_blocking=True), held
+                for place in [place for place in held if last[place] == number]:
+                    del held[place]
+        finally:
+            self._copies.finish()
+
+    def _begun(self, step: Step) -> _Begun:
+        """What the step's first pack needs; begun beside the step before, if that one knew of this."""
+        known, self._next = self._next, None
+        return known[1] if known is not None and known[0] is step else self._begin(step, 0)
+
+    def _begin(self, step: Step, number: int) -> _Begun:
+        """Copy the images that a pack is the first to need."""
+        earlier = {place for pack in step.packs[:number] for place in pack.images}
+        places = [place for place in dict.fromkeys(step.packs[number].images) if place not in earlier]
+        return dict(zip(places, self._copies.begin([step.images[place] for place in places]), strict=True))
 
 
 class _Copies:

@@ -245,6 +245,23 @@ class StepLoader(ForkingLoader[Step]):
             sampler.set_epoch(epoch)
 
 
+class OneAhead:
+    """Steps of an epoch, each taken when the one behind it is there, so that their first packs can be copied early.
+
+    Attributes:
+        following: the step behind the one that was taken last; None at the end of an epoch.
+    """
+
+    def __init__(self) -> None:
+        self.following: Step | None = None
+
+    def take(self, steps: Iterator[Step]) -> Step | None:
+        """The next step of an epoch; None at its end. An iterator that has ended is not asked again."""
+        step = self.following if self.following is not None else next(steps, None)
+        self.following = None if step is None else next(steps, None)
+        return step
+
+
 def make_loader(
     dataset: StepDataset, *, num_workers: int, pin_memory: bool, prefetch_factor: int, persistent_workers: bool
 ) -> StepLoader:

@@ -18,12 +18,14 @@ from cache.errors import ResourceError
 from cache.vision_tower import VisionTower
 from train.evaluate import weighted_loss
 from train.loss import pack_loss
-from train.on_device import packs_on
+from train.on_device import Feeder
 from train.sharding import average_gradients
 from train.shared_memory import require_room
 from train.stage_losses import StageLosses
-from train.step import Step, StepDataset, StepLoader, make_loader
+from train.step import OneAhead, Step, StepDataset, StepLoader, make_loader
 from train.throughput import Throughput
+
+IN_HAND = 2  # steps that training holds itself, in the workers' memory unless they were copied to pinned memory
 
 
 class StepTrainer(Trainer):
@@ -64,7 +66,9 @@ class StepTrainer(Trainer):
         )
         self.args.save_strategy = saving
         self._require_shared_memory([train_steps, eval_steps])
-        self._tower = tower
+        self._tower, self._feeder = tower, Feeder(self.args.device, tower)
+        self._ahead = OneAhead()
+        self._in_training = False  # to tell the model so takes milliseconds, for it has thousands of modules
         self._generation_metrics = generation_metrics
         self._throughput = Throughput(self.args.device)
         self._stage_losses = StageLosses(train_steps.stage_names, self.args.device)
@@ -89,8 +93,11 @@ class StepTrainer(Trainer):
 
     def _require_shared_memory(self, datasets: Sequence[StepDataset | None]) -> None:
         """Before any worker is started: later, what the others hold would be counted twice."""
-        ahead = self.args.dataloader_num_workers * (self.args.dataloader_prefetch_factor or 2)
-        asked = [(min(ahead, len(one)), one.largest_step_bytes) for one in datasets if one is not None and ahead]
+        workers = self.args.dataloader_num_workers
+        ahead = workers * (self.args.dataloader_prefetch_factor or 2)
+        pinned = self.args.dataloader_pin_memory and torch.cuda.is_available()
+        ahead += 0 if pinned else IN_HAND
+        asked = [(min(ahead, len(one)), one.largest_step_bytes) for one in datasets if one is not None and workers]
         require_room(asked, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # torchrun's word for it
 
     def num_examples(self, dataloader: Any) -> int:
@@ -102,22 +109,20 @@ class StepTrainer(Trainer):
     ) -> tuple[list[Any], None]:
         """Fetch the next step and note how long it kept the device waiting."""
         with self._throughput.waiting():
-            batch, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batch, None
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
-        # A step carries its own total weight.
-        return None
+            step = self._ahead.take(epoch_iterator)
+        return [] if step is None else [step], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward over the packs of a step; gradients of all processes are reduced with the last one."""
         step: Step = inputs
-        model.train()
+        if not self._in_training:
+            model.train()
+            self._in_training = True
         torch.manual_seed(step_seed(self.args.seed, self.state.global_step, self.args.process_index))
         total = torch.zeros((), device=self.args.device)
         scale = self.accelerator.num_processes / step.total_weight
         try:
-            for number, (pack, features) in enumerate(packs_on(self.args.device, step, self._tower)):
+            for number, (pack, features) in enumerate(self._feeder.packs(step, self._ahead.following)):
                 last = number == len(step.packs) - 1
                 with contextlib.nullcontext() if last or self._sharded else self.accelerator.no_sync(model):
                     with self.compute_loss_context_manager():
@@ -139,6 +144,7 @@ class StepTrainer(Trainer):
     ) -> dict[str, float]:
         """Weighted mean loss over the evaluation split, and generation metrics where they were asked for."""
         del ignore_keys
+        self._in_training = False
         started = time.perf_counter()
         loader: Any = self.get_eval_dataloader(eval_dataset)
         stages = StageLosses(loader.dataset.stage_names, self.args.device)

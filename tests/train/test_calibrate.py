@@ -147,6 +147,7 @@ def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch:
         monkeypatch.setattr(torch.cuda, name, play)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(Attempts, "_run", lambda *_: 0.5)
+    monkeypatch.setattr(calibrate, "Feeder", lambda *_: None)
     steps: Any = lambda _: {(0, 0): step}  # noqa: E731
     device = torch.device("cuda")
     attempts = Attempts(_Layers(), steps, (0, 0), device=device, autocast=contextlib.nullcontext)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from cache.features import QuantizedFeatures, StoredFeatures, VisionFeatures
 from cache.quantize import dequantize
 from train import on_device
 from train.features import CachedImage, features_on
-from train.on_device import packs_on
+from train.on_device import Feeder
 from train.pack import Pack
 from train.step import Step
 
@@ -58,7 +60,7 @@ def test_every_pack_has_its_features(quantized: bool) -> None:
     step = _step(quantized=quantized)
     wanted = features_on(CPU, step.images, None)
     held = []
-    for (pack, features), made in zip(packs_on(CPU, step, None), step.packs, strict=True):
+    for (pack, features), made in zip(Feeder(CPU, None).packs(step), step.packs, strict=True):
         assert torch.equal(pack.input_ids, made.input_ids)
         assert pack.images == made.images
         held.append(set(features))
@@ -72,7 +74,7 @@ def test_what_no_later_pack_needs_is_freed_before_the_next_comes() -> None:
     """Dequantised features are tensors of their own, whose end can be watched."""
     seen: dict[int, weakref.ref[torch.Tensor]] = {}
     living = []
-    for _, features in packs_on(CPU, _step(quantized=True), None):
+    for _, features in Feeder(CPU, None).packs(_step(quantized=True)):
         seen |= {place: weakref.ref(found.image_embeds) for place, found in features.items() if place not in seen}
         living.append({place for place, tensor in seen.items() if tensor() is not None})
     assert living == HELD
@@ -86,9 +88,9 @@ class _Stream:
         self._log.append(f"{self.name} waits for {other.name}")
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-def test_one_stream_copies_ahead_of_the_one_that_computes(quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With streams that are played; the copies themselves are made, on the CPU."""
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What streams do: they are played, and the copies themselves are made on the CPU."""
     log: list[str] = []
     computing, beside = _Stream("computing", log), _Stream("beside", log)
 
@@ -99,25 +101,64 @@ def test_one_stream_copies_ahead_of_the_one_that_computes(quantized: bool, monke
     monkeypatch.setattr(on_device, "_Copies", Played)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    return log
+
+
+READY, COPY = "computing waits for beside", "beside waits for computing"
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_one_stream_copies_ahead_of_the_one_that_computes(quantized: bool, streams: list[str]) -> None:
     step = _step(quantized=quantized)
     wanted = features_on(CPU, step.images, None)
-    for number, (_, features) in enumerate(packs_on(CPU, step, None)):
-        log.append(f"pack {number}")
+    for number, (_, features) in enumerate(Feeder(CPU, None).packs(step)):
+        streams.append(f"pack {number}")
         assert set(features) == HELD[number]
         assert all(torch.equal(found.image_embeds, wanted[place].image_embeds) for place, found in features.items())
         assert all(
             found.image_embeds is not step.images[place].features.image_embeds for place, found in features.items()
         )
 
-    one = ["computing waits for beside", "beside waits for computing"]
-    assert log == [one[1], *(word for number in range(len(USES)) for word in (*one, f"pack {number}")), one[0]]
+    packs = [f"pack {number}" for number in range(len(USES))]
+    assert streams == [COPY, *(word for pack in packs[:-1] for word in (READY, COPY, pack)), READY, packs[-1], READY]
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_what_the_following_step_needs_first_is_copied_beside_the_last_pack(
+    quantized: bool, streams: list[str]
+) -> None:
+    feeder = Feeder(CPU, None)
+    one, two, three = (_step(quantized=quantized) for _ in range(3))
+    for step, following in ((one, two), (two, three), (three, None)):
+        for number, (_, features) in enumerate(feeder.packs(step, following)):
+            streams.append(f"pack {number}")
+            wanted = features_on(CPU, step.images, None)
+            assert set(features) == HELD[number]
+            for place, found in features.items():
+                assert torch.equal(found.deepstack_features, wanted[place].deepstack_features)
+        streams.append("end")
+
+    packs = [f"pack {number}" for number in range(len(USES))]
+    known = [*(word for pack in packs for word in (READY, COPY, pack)), READY, "end"]
+    last = [*(word for pack in packs[:-1] for word in (READY, COPY, pack)), READY, packs[-1], READY, "end"]
+    assert streams == [COPY, *known, *known, *last]
+
+
+def test_another_step_than_the_one_that_was_said_to_follow_has_its_own_features(streams: list[str]) -> None:
+    feeder = Feeder(CPU, None)
+    one, promised = _step(quantized=True), _step(quantized=True)
+    other = replace(one, images=tuple(CachedImage(_image(50 + n, quantized=True), torch.bfloat16) for n in range(5)))
+    list(feeder.packs(one, promised))
+    wanted = features_on(CPU, other.images, None)
+    for _, features in feeder.packs(other):
+        assert all(torch.equal(found.image_embeds, wanted[place].image_embeds) for place, found in features.items())
 
 
 def test_copies_are_awaited_where_a_pack_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their memory could be given to others while they are under way."""
     ended: list[bool] = []
     monkeypatch.setattr(on_device._Copies, "finish", lambda self: ended.append(True))
-    packs = packs_on(CPU, _step(quantized=True), None)
+    packs = Feeder(CPU, None).packs(_step(quantized=True), _step(quantized=True))
     next(packs)
     ended.clear()
     packs.close()  # type: ignore[attr-defined]
@@ -128,22 +169,28 @@ def test_copies_are_awaited_where_a_pack_fails(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside the computing need a GPU")
 @pytest.mark.parametrize("quantized", [True, False])
 def test_copies_beside_the_computing_are_whole_and_few(quantized: bool) -> None:
-    """Many packs, each on an image of its own: those of two lie on the device, however far ahead the host is."""
+    """Many packs of two steps, each on an image of its own: those of two packs lie on the device, however far ahead the
+    host is."""
     device = torch.device("cuda", torch.cuda.current_device())
     count = 40
     stored = [_image(seed, quantized=quantized) for seed in range(count)]
     images = tuple(CachedImage(one, torch.bfloat16).pin_memory() for one in stored)
-    step = Step(tuple(_pack((place,)) for place in range(count)), images, 1.0, count, 0)
+    halves = [
+        Step(tuple(_pack((place,)) for place in range(count // 2)), part, 1.0, count // 2, 0)
+        for part in (images[: count // 2], images[count // 2 :])
+    ]
     work = torch.randn(4096, 4096, device=device)
     sums = torch.zeros(count, device=device, dtype=torch.float64)
     torch.mm(work, work)  # its workspace is allocated at first use
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for number, (_, features) in enumerate(packs_on(device, step, None)):
+    feeder = Feeder(device, None)
+    chained = chain(feeder.packs(halves[0], halves[1]), feeder.packs(halves[1]))
+    for number, (_, features) in enumerate(chained):
         for _ in range(20):
             torch.mm(work, work, out=torch.empty_like(work))  # so that the host is far ahead
-        found = features[number]
+        found = features[number % (count // 2)]
         sums[number] = found.image_embeds.double().sum() + found.deepstack_features.double().sum()
     peak = torch.cuda.max_memory_allocated() - before
 

@@ -54,6 +54,14 @@ def test_dropout_goes_on_exactly_without_a_generators_state(run_cached: Callable
     assert run_cached("none", **{**settings, "lora": {"r": 4}}).losses() != whole.losses()
 
 
+def test_dropout_is_back_after_an_evaluation(run_cached: Callable[..., Run]) -> None:
+    settings = {**SETTINGS, "num_train_epochs": 1, "lora": {"r": 4, "lora_dropout": 0.3}}
+    without = run_cached("without", **settings)
+    between = run_cached("between", **settings, eval_split="val", eval_steps=2)
+    assert between.losses() == without.losses()
+    assert _same(between, without)
+
+
 def test_resume_forgets_half_written_checkpoints_and_lines(run_cached: Callable[..., Run], tmp_path: Path) -> None:
     whole = run_cached("whole", **SETTINGS, save_steps=4)
     crashed = tmp_path / "crashed"

@@ -17,7 +17,7 @@ from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.pack_mask import BLOCK_SIZE
 from train.sample import Sample, SampleImage, make_sample
-from train.step import Step, StepDataset, make_loader
+from train.step import OneAhead, Step, StepDataset, make_loader
 
 IMAGE_TOKEN, MERGE = 1, 2
 
@@ -181,3 +181,31 @@ def test_workers_of_a_resumed_epoch_leave_the_parents_garbage_alone(tmp_path: Pa
     assert found == [4] * (2 + 3)
     assert not (tmp_path / "told").exists()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_one_ahead_gives_each_step_once_and_names_the_one_behind_it(num_workers: int, persistent: bool) -> None:
+    steps = StepDataset(
+        _samples(14),
+        _NoFeatures(),
+        effective_batch_size=4,
+        tokens_per_pack=512,
+        image_token_id=IMAGE_TOKEN,
+        merge_size=MERGE,
+        seed=1,
+    )
+    loader = make_loader(
+        steps, num_workers=num_workers, pin_memory=False, prefetch_factor=1, persistent_workers=persistent
+    )
+    ahead = OneAhead()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        promised: Step | None = None
+        for number in range(len(steps)):
+            step = ahead.take(iterator)
+            assert step is not None
+            assert torch.equal(step.packs[0].input_ids, steps[epoch, number].packs[0].input_ids)
+            assert promised is None or step is promised
+            promised = ahead.following
+        assert promised is None
