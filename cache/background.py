@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -22,6 +23,9 @@ class Stage(Generic[T]):
             output and waiting for a device do).
         limit: how much may be unfinished at a time, the item in work included. An item that is larger than that is
             taken when there is no other.
+
+    Attributes:
+        waited: seconds that callers of `put` waited for room.
     """
 
     def __init__(self, name: str, work: Callable[[T], None], *, limit: int) -> None:
@@ -33,6 +37,7 @@ class Stage(Generic[T]):
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.waited = 0.0
 
     def put(self, item: T, weight: int = 1) -> None:
         """Hand an item over; waits as long as too much is unfinished.
@@ -45,7 +50,9 @@ class Stage(Generic[T]):
             RuntimeError: the thread cannot be started.
         """
         with self._changed:
+            started = time.perf_counter()
             self._changed.wait_for(lambda: self._error or not self._unfinished or self._fits(weight))
+            self.waited += time.perf_counter() - started
             self._raise_error()
             if self._error is not None:
                 return

@@ -6,6 +6,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from cache.records import ImageRef
 from cache.salvage import take_up
 from cache.scan_note import ScanNote
 from cache.vision_tower import VisionTower, resolve_device
+from cache.waits import DISK, IMAGES, TOWER, Waits
 from cache.writer import CacheWriter
 
 ShouldStop = Callable[[], bool]
@@ -57,6 +59,8 @@ class Summary:
         distinct_images, image_tokens: of the whole split.
         recovered_images: taken up from shards that a killed run had not finished (cache.salvage); not encoded again.
         encoded_images, written_bytes, seconds: of this run; the seconds are those of encoding and writing.
+        waited: of these seconds, how many one stage waited for another: `images` from the decoding processes, the
+            `tower`, the `disk`. They overlap; what is waited for most sets the rate.
         rejected: the split's, as far as this part and those that ended before it know.
     """
 
@@ -69,6 +73,7 @@ class Summary:
     encoded_images: int
     written_bytes: int
     seconds: float
+    waited: dict[str, float]
     rejected: list[Rejection]
 
     @property
@@ -76,7 +81,7 @@ class Summary:
         """Rate of this run."""
         return self.encoded_images / self.seconds if self.seconds > 0 else 0.0
 
-    def figures(self) -> dict[str, str | int | float]:
+    def figures(self) -> dict[str, Any]:
         """Everything but the rejected records, for a JSON file."""
         return {
             "split": self.split,
@@ -90,6 +95,7 @@ class Summary:
             "written_bytes": self.written_bytes,
             "seconds": round(self.seconds, 3),
             "images_per_second": round(self.images_per_second, 3),
+            "waited": {name: round(seconds, 3) for name, seconds in self.waited.items()},
         }
 
 
@@ -191,14 +197,15 @@ class CacheBuilder:
         plan = self.list_images(split, progress, should_stop, part)  # what is missing is noticed from now on
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
+        waits = Waits()
         with (
             CacheWriter(self.folder, shard_format, shard_size=size, num_entries=len(plan.todo)) as writer,
-            CopyBack(writer, self._cache) as results,
+            CopyBack(writer, self._cache, waits) as results,
         ):
             todo = take_up(plan.todo, writer, self.manifest, self.processor.num_tokens, progress, should_stop)
             left = replace(plan, todo=todo)
             started = time.perf_counter()
-            broken = self._encode(left, results, progress, should_stop) if left.todo else {}
+            broken = self._encode(left, results, waits, progress, should_stop) if left.todo else {}
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
         require_few([*plan.rejected, *late], plan.num_records, self._data, plan.path)
@@ -214,11 +221,12 @@ class CacheBuilder:
             encoded_images=writer.committed_images - len(plan.todo) + len(left.todo),
             written_bytes=writer.committed_bytes,
             seconds=seconds,
+            waited={IMAGES: waits.seconds[IMAGES], TOWER: waits.seconds[TOWER], DISK: writer.waited},
             rejected=rejected,
         )
 
     def _encode(
-        self, plan: Plan, results: CopyBack, progress: Progress, should_stop: ShouldStop
+        self, plan: Plan, results: CopyBack, waits: Waits, progress: Progress, should_stop: ShouldStop
     ) -> dict[str, DataError]:
         """Encode what is to do; returns the images that could not be decoded, by path."""
         encode: _Encoder | None = None  # loaded for the first image that can be decoded
@@ -229,7 +237,8 @@ class CacheBuilder:
         names = defaultdict[str, list[str]](list)
         for image in plan.images:
             names[image.key].append(image.path)
-        for batch in batches(load_pixels(refs, self.processor, self._cache), self._cache):
+        decoding = waits.each(IMAGES, load_pixels(refs, self.processor, self._cache))
+        for batch in batches(decoding, self._cache):
             decoded = [pixels for pixels in batch if pixels.error is None]
             for pixels in batch:
                 if pixels.error is not None:
@@ -238,7 +247,7 @@ class CacheBuilder:
                         reject_images(plan.records, paths, self._data)
                     broken |= paths
             if decoded:
-                encode = encode or self._encoder(refs)
+                encode = encode or self._encoder(refs, waits)
                 results.add([todo[pixels.index][0] for pixels in decoded], encode(decoded))
             progress.advance(len(batch))
             if should_stop():
@@ -246,10 +255,16 @@ class CacheBuilder:
         progress.finish()
         return broken
 
-    def _encoder(self, refs: Sequence[tuple[str, ImageRef]]) -> _Encoder:
+    def _encoder(self, refs: Sequence[tuple[str, ImageRef]], waits: Waits) -> _Encoder:
         tower = VisionTower.load(self._model, self._cache, weights=self._weights)
         values = values_on(tower.device, refs, self.processor)
-        return lambda batch: tower.encode([values(pixels) for pixels in batch], [p.image_grid_thw for p in batch])
+
+        def encode(batch: list[Pixels]) -> list[VisionFeatures]:
+            # A GPU is only asked here; cache.copy_back waits for it.
+            with waits.on(TOWER) if tower.device.type == "cpu" else nullcontext():
+                return tower.encode([values(pixels) for pixels in batch], [p.image_grid_thw for p in batch])
+
+        return encode
 
     def _save_split(
         self, plan: Plan, broken: dict[str, DataError], list_rejected_in: Path | None = None

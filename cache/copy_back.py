@@ -17,6 +17,7 @@ from cache.features import StoredFeatures, VisionFeatures, stored_features
 from cache.finite import finite_levels, require_finite
 from cache.manifest import SplitImage
 from cache.quantize import to_storage
+from cache.waits import TOWER, Waits
 from cache.writer import WAITING_SHARE, CacheWriter
 
 BATCHES_AHEAD = 2  # the tower needs one queued behind the one that it runs
@@ -36,6 +37,21 @@ class _Encoded:
     ready: torch.cuda.Event | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An image on its way to page-locked memory.
+
+    Attributes:
+        finite: see finite_levels.
+        done: on a GPU, the moment when both are there.
+    """
+
+    image: SplitImage
+    features: StoredFeatures
+    finite: torch.Tensor
+    done: torch.cuda.Event | None
+
+
 class CopyBack:
     """Takes features as they are asked for, and adds them to a cache in its storage dtype once they are there.
 
@@ -43,10 +59,13 @@ class CopyBack:
     the tower waiting, as long as the writer keeps up. What piles up is what a kill costs, so it is at most as much as a
     shard holds: `BATCHES_AHEAD` batches here, the batch that the tower is asked for meanwhile, and what waits in the
     writer, one image at least. Of batches too large for that, one piles up here.
+
+    Args:
+        waits: counts how long the copying thread waited for the tower's device.
     """
 
-    def __init__(self, writer: CacheWriter, cache: CacheConfig) -> None:
-        self._writer, self._cache = writer, cache
+    def __init__(self, writer: CacheWriter, cache: CacheConfig, waits: Waits) -> None:
+        self._writer, self._cache, self._waits = writer, cache, waits
         self._limit = int(IN_FLIGHT * cache.shard_size * BATCHES_AHEAD / (BATCHES_AHEAD + 1))
         self._stage = Stage[_Encoded]("copy features", self._store, limit=self._limit)
         self._stream: torch.cuda.Stream | None = None
@@ -85,12 +104,43 @@ class CopyBack:
         self._stage.put(_Encoded(images, features, ready), max(num_bytes, self._limit // BATCHES_AHEAD))
 
     def _store(self, batch: _Encoded) -> None:
+        before: _Begun | None = None
         with self._beside_the_tower(batch):
             for image, features in zip(batch.images, batch.features, strict=True):
-                finite = finite_levels(features)
-                stored, finite = _to_host(self._to_storage(image, features, finite), finite)
-                require_finite(finite, dtype=self._cache.dtype, where=image.path)
-                self._writer.add(image.key, stored)
+                try:
+                    # Before the one before it is waited for: else each would wait for a place among the tower's kernels
+                    # only when that one is hashed and handed on.
+                    begun = self._begin(image, features)
+                except BaseException:
+                    self._keep(before)
+                    raise
+                self._keep(before)
+                before = begun
+            self._keep(before)
+
+    def _begin(self, image: SplitImage, features: VisionFeatures) -> _Begun:
+        """Check, convert and copy, without waiting. The memory comes from torch's pool of page-locked memory and goes
+        back to it when the entry is written. What is on the CPU stays there."""
+        finite = finite_levels(features)
+        stored = self._to_storage(image, features, finite)
+        if not features.image_embeds.is_cuda:
+            return _Begun(image, stored, finite, None)
+        copies = {name: _begin_copy(tensor) if tensor.is_cuda else tensor for name, tensor in stored.tensors().items()}
+        flags = _begin_copy(finite)
+        # Who waits for it sleeps; the other kind would keep a core busy.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        return _Begun(image, stored_features(copies), flags, done)
+
+    def _keep(self, begun: _Begun | None) -> None:
+        """Hand over what was begun, once it is there."""
+        if begun is None:
+            return
+        if begun.done is not None:
+            with self._waits.on(TOWER):
+                begun.done.synchronize()
+        require_finite(begun.finite, dtype=self._cache.dtype, where=begun.image.path)
+        self._writer.add(begun.image.key, begun.features)
 
     def _to_storage(self, image: SplitImage, features: VisionFeatures, finite: torch.Tensor) -> StoredFeatures:
         try:
@@ -110,22 +160,6 @@ class CopyBack:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._stream.wait_event(batch.ready)
         return torch.cuda.stream(self._stream)
-
-
-def _to_host(features: StoredFeatures, finite: torch.Tensor) -> tuple[StoredFeatures, torch.Tensor]:
-    """Copies in page-locked memory, made at the bus's speed and waited for once; what is on the CPU as it is.
-
-    The memory comes from torch's pool of such memory and goes back to it when the entry is written.
-    """
-    tensors = features.tensors()
-    copies = {name: _begin_copy(tensor) if tensor.is_cuda else tensor for name, tensor in tensors.items()}
-    flags = _begin_copy(finite) if finite.is_cuda else finite
-    if features.image_embeds.is_cuda:
-        # It sleeps; the other kind would keep a core busy.
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record()
-        done.synchronize()
-    return stored_features(copies), flags
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from cache.estimate import Rates
 
 ENOUGH_IMAGES = 256  # of fewer a run's rate is, for the most part, that of starting and loading
-_MEASURED = ("encoded_images", "written_bytes", "seconds", "images_per_second")
+_MEASURED = ("encoded_images", "written_bytes", "seconds", "images_per_second", "waited")
 
 
 def find_rates(output_dir: Path, *, images_per_second: float | None, samples_per_second: float | None) -> Rates:

@@ -98,6 +98,11 @@ class CacheWriter:
         # In the calling thread: it and the writing thread share the work.
         self._writing.put((key, features, checksum(features)), features.num_bytes)
 
+    @property
+    def waited(self) -> float:
+        """Seconds that `add` waited for the disk."""
+        return self._writing.waited
+
     def commit(self) -> None:
         """Commit everything that was added, as one more shard where need be.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from cache.atomic import write_text
@@ -13,6 +14,7 @@ from cache.parts import WHOLE, Part
 from cache.rates import keep_better_rate
 from pipeline.config import PipelineConfig
 
+_OF_A_RUN = ("recovered_images", "encoded_images", "written_bytes", "seconds", "waited")
 NOW = "now"  # what the latest run did; the figures beside it may be those of an earlier one, which tell more
 
 
@@ -34,6 +36,8 @@ def report_together(settings: PipelineConfig, split: str, parts: Sequence[Part])
     figures: dict[str, Any] = {name: value for name, value in of_parts[0].items() if name != NOW}
     for name in ("recovered_images", "encoded_images", "written_bytes"):
         figures[name] = sum(one[NOW][name] for one in of_parts)
+    waits = [one[NOW]["waited"] for one in of_parts]
+    figures["waited"] = {what: round(mean(one[what] for one in waits), 3) for what in waits[0]}
     figures["seconds"] = max(one[NOW]["seconds"] for one in of_parts)
     # The part that ended last knows what the others have left out.
     figures["num_rejected"] = max(one["num_rejected"] for one in of_parts)
@@ -45,7 +49,7 @@ def report_together(settings: PipelineConfig, split: str, parts: Sequence[Part])
 
 def _keep(target: Path, figures: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    now = {name: figures[name] for name in ("recovered_images", "encoded_images", "written_bytes", "seconds")}
+    now = {name: figures[name] for name in _OF_A_RUN}
     write_text(target, json.dumps(keep_better_rate(target, figures) | {NOW: now}, indent=1))
 
 
@@ -61,9 +65,18 @@ def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:
             *taken_up,
             f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s"
             f"{nothing}",
+            *_waited(figures),
             f"  written now      {figures['written_bytes'] / 1e6:.2f} MB",
             f"  cache            {figures['cache']}",
             f"  image tokens     {figures['image_tokens']}",
             f"  left out         {count} records{listed}",
         ]
     )
+
+
+def _waited(figures: dict[str, Any]) -> list[str]:
+    """What stood in the way, where anything was encoded. The stages overlap, so these are no parts of a whole."""
+    if not figures["encoded_images"] or not figures["seconds"]:
+        return []
+    shares = [f"{what} {seconds / figures['seconds']:.0%}" for what, seconds in figures["waited"].items()]
+    return [f"  waited for       {', '.join(shares)} of the time"]

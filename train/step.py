@@ -248,17 +248,21 @@ class StepLoader(ForkingLoader[Step]):
 class OneAhead:
     """Steps of an epoch, each taken when the one behind it is there, so that their first packs can be copied early.
 
+    The first of an epoch is an exception: nothing was made ahead, and while it is computed the others are.
+
     Attributes:
-        following: the step behind the one that was taken last; None at the end of an epoch.
+        following: the step behind the one that was taken last; None where it is not known, or there is none.
     """
 
     def __init__(self) -> None:
         self.following: Step | None = None
+        self._begins = True
 
     def take(self, steps: Iterator[Step]) -> Step | None:
-        """The next step of an epoch; None at its end. An iterator that has ended is not asked again."""
+        """The next step of an epoch; None at its end."""
         step = self.following if self.following is not None else next(steps, None)
-        self.following = None if step is None else next(steps, None)
+        self.following = None if self._begins else next(steps, None)
+        self._begins = not self._begins and self.following is None
         return step
 
 

@@ -22,6 +22,7 @@ from cache.manifest import SplitImage
 from cache.reader import FeatureCache
 from cache.verify import verify_cache
 from cache.vision_tower import VisionTower
+from cache.waits import Waits
 from cache.writer import CacheWriter
 from pipeline.config import PipelineConfig
 
@@ -87,12 +88,19 @@ class BrokenDevice:
         monkeypatch.setattr(VisionTower, "encode", broken)
 
 
-@pytest.mark.parametrize("patches_per_batch", [None, 4096])
+@pytest.mark.parametrize(
+    ("patches_per_batch", "storage_dtype"), [(None, "same"), (4096, "same"), (4096, "int8")]
+)
 def test_what_was_encoded_before_is_kept_and_a_good_device_goes_on(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, patches_per_batch: int | None
+    tmp_path: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    patches_per_batch: int | None,
+    storage_dtype: str,
 ) -> None:
     rows = write_rows(tmp_path / "train.jsonl", draw_images(tmp_path / "images", 6))
-    config = make_config({"train": str(rows)}, cache={"patches_per_batch": patches_per_batch})
+    cache = {"patches_per_batch": patches_per_batch, "storage_dtype": storage_dtype}
+    config = make_config({"train": str(rows)}, cache=cache)
 
     def builder(folder: str) -> CacheBuilder:
         cache = config.cache.model_copy(update={"dir": tmp_path / folder})
@@ -125,7 +133,7 @@ def test_every_place_and_every_such_number_counts(tmp_path: Path, dtype: Any, va
         with (
             pytest.raises(DataError, match=f"level {level}"),
             CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 20) as writer,
-            CopyBack(writer, CacheConfig(dtype=dtype)) as results,
+            CopyBack(writer, CacheConfig(dtype=dtype), Waits()) as results,
         ):
             results.add([listed], [features])
     assert committed_keys(tmp_path) == []
@@ -138,7 +146,7 @@ def test_the_largest_numbers_of_a_dtype_are_numbers(tmp_path: Path) -> None:
     listed = SplitImage("a.png", "0" * 64, (1, 2, 12), 1, 1)
     with (
         CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 20) as writer,
-        CopyBack(writer, CacheConfig(dtype="float16")) as results,
+        CopyBack(writer, CacheConfig(dtype="float16"), Waits()) as results,
     ):
         results.add([listed], [features])
     assert committed_keys(tmp_path) == ["0" * 64]

@@ -183,10 +183,13 @@ def test_workers_of_a_resumed_epoch_leave_the_parents_garbage_alone(tmp_path: Pa
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_one_ahead_gives_each_step_once_and_names_the_one_behind_it(num_workers: int, persistent: bool) -> None:
+def test_one_ahead_gives_each_step_once_and_names_the_one_behind_it(
+    num_workers: int, persistent: bool, count: int
+) -> None:
     steps = StepDataset(
-        _samples(14),
+        _samples(4 * count - 2),
         _NoFeatures(),
         effective_batch_size=4,
         tokens_per_pack=512,
@@ -194,6 +197,7 @@ def test_one_ahead_gives_each_step_once_and_names_the_one_behind_it(num_workers:
         merge_size=MERGE,
         seed=1,
     )
+    assert len(steps) == count
     loader = make_loader(
         steps, num_workers=num_workers, pin_memory=False, prefetch_factor=1, persistent_workers=persistent
     )
@@ -208,4 +212,4 @@ def test_one_ahead_gives_each_step_once_and_names_the_one_behind_it(num_workers:
             assert torch.equal(step.packs[0].input_ids, steps[epoch, number].packs[0].input_ids)
             assert promised is None or step is promised
             promised = ahead.following
-        assert promised is None
+            assert (promised is not None) == (0 < number < count - 1)
