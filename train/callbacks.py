@@ -12,8 +12,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cache.atomic import write_text
 from train.run_folder import METRICS_FILE
+from train.throughput import ALLOC_RETRIES
 
 logger = logging.getLogger("train")
+
+TELLING = 5  # so many log lines with retries
 
 
 class MetricsFile(TrainerCallback):
@@ -49,6 +52,9 @@ class MetricsFile(TrainerCallback):
 class LogLines(TrainerCallback):
     """One readable line a log; a terminal and a SLURM log file can both live with it."""
 
+    def __init__(self) -> None:
+        self._lines_with_retries = 0
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -62,9 +68,20 @@ class LogLines(TrainerCallback):
             return
         if "samples_per_second" in logs:
             logger.info(_training_line(state, logs))
+            self._tell_of_retries(logs)
         elif any(name.startswith("eval_") for name in logs):
             scores = "  ".join(f"{name} {value:.4g}" for name, value in logs.items() if name.startswith("eval_"))
             logger.info("step %d/%d  %s", state.global_step, state.max_steps, scores)
+
+    def _tell_of_retries(self, logs: dict[str, float]) -> None:
+        """Once, and not of the first steps, in which memory finds its form."""
+        self._lines_with_retries += ALLOC_RETRIES in logs
+        if self._lines_with_retries == TELLING and ALLOC_RETRIES in logs:
+            logger.warning(
+                "the GPU's memory is as good as full: in %d log lines so far torch had to give memory back and ask for "
+                "it anew, for which the GPU waits; lower train.tokens_per_pack, or set it to auto",
+                TELLING,
+            )
 
 
 class StopWhenAsked(TrainerCallback):

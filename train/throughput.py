@@ -13,6 +13,8 @@ import torch
 
 from train.step import Step
 
+ALLOC_RETRIES = "alloc_retries"
+
 
 @dataclass
 class _Counted:
@@ -46,6 +48,7 @@ class Throughput:
         self._since = time.perf_counter()
         self._seconds_per_step = 0.0
         self._reports = 0
+        self._retries = self._retries_so_far() if device.type == "cuda" else 0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -95,16 +98,24 @@ class Throughput:
             "image_tokens_per_second": round(found.image_tokens / seconds, 1),
             "tokens_per_second": round(found.tokens / seconds, 1),
             "data_wait_share": round(found.waited / seconds, 4),
-            "peak_memory_gib": round(self._peak_memory() / 2**30, 3),
+            **self._memory(),
         }
         if self._reports:
             rates["seconds_left"] = round(self._seconds_per_step * steps_left, 1)
         self.pause()
         return rates
 
-    def _peak_memory(self) -> int:
-        """Bytes: of the device where there is one, else of this process."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return kilobytes * (1 if sys.platform == "darwin" else 1024)
+    def _memory(self) -> dict[str, float]:
+        """GiB at most, of the GPU where there is one, else of this process. Of a GPU, if that was so since the last
+        report, how often its memory was full of what torch had kept for later, and had to be given back and asked for
+        anew, for which host and GPU wait."""
+        if self._device.type != "cuda":
+            kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return {"peak_memory_gib": round(kilobytes * (1 if sys.platform == "darwin" else 1024) / 2**30, 3)}
+        so_far = self._retries_so_far()
+        retries, self._retries = so_far - self._retries, so_far
+        peak = {"peak_memory_gib": round(torch.cuda.max_memory_allocated(self._device) / 2**30, 3)}
+        return peak | ({ALLOC_RETRIES: retries} if retries else {})
+
+    def _retries_so_far(self) -> int:
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))

@@ -29,6 +29,7 @@ from train.model import autocast, load_language_model, prepare_for_training, tra
 from train.pack import Pack
 from train.rows import with_rows_that_fit
 from train.step import StepDataset
+from train.throughput import ALLOC_RETRIES
 
 HELD_IMAGES = 16  # 640 MiB of features on the device
 WARM_UP, ROUNDS, LAST = 4, 8, 8
@@ -77,6 +78,7 @@ def loop_row(config_file: Path, name: str, packs: Row | None) -> Row:
     details = {
         "data_wait": statistics.median(line["data_wait_share"] for line in last),
         "peak_gib": last[-1]["peak_memory_gib"],
+        "alloc_retries": sum(line.get(ALLOC_RETRIES, 0) for line in last),
         "samples": config.train.effective_batch_size,
         **rows,
     }

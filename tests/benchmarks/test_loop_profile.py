@@ -21,6 +21,7 @@ def test_overlapping_kernels_count_once_and_copies_beside_them_do_not() -> None:
 
 def test_the_report_is_about_the_last_steps() -> None:
     before = [Interval(-5000, -4000, "compiling")]
-    lines = report([*before, *RAN], [0.0006, 0.0006], samples=2)
+    saving = [Interval(1500 + 100 * n, 1550 + 100 * n, "Memcpy DtoH (Device -> Pageable)") for n in range(50)]
+    lines = report([*before, *RAN, *saving], [0.0006, 0.0006], samples=2)
     assert lines[0] == "a step: 0.6 ms, kernels 0.2; a sample: 0.30 ms, kernels 0.10"
     assert lines[2:] == ["- 0.40, 0.5 times: `norm` -> `gemm`"]

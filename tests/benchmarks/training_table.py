@@ -50,6 +50,7 @@ def _own_table(own: Sequence[Row], peers: Sequence[Row]) -> list[str]:
         "tokens / sample": ("tokens_per_sample", ".0f"),
         "padding": ("padding", ".1%"),
         "peak GiB": ("peak_gib", ".1f"),
+        "allocator's retries": ("alloc_retries", "d"),
         "data wait": ("data_wait", ".1%"),
         "first step s": ("first_step_s", ".0f"),
     }

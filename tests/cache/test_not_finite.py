@@ -88,9 +88,7 @@ class BrokenDevice:
         monkeypatch.setattr(VisionTower, "encode", broken)
 
 
-@pytest.mark.parametrize(
-    ("patches_per_batch", "storage_dtype"), [(None, "same"), (4096, "same"), (4096, "int8")]
-)
+@pytest.mark.parametrize(("patches_per_batch", "storage_dtype"), [(None, "same"), (4096, "same"), (4096, "int8")])
 def test_what_was_encoded_before_is_kept_and_a_good_device_goes_on(
     tmp_path: Path,
     make_config: MakeConfig,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from transformers import TrainerState
 
+from train.callbacks import TELLING, LogLines
 from train.throughput import Throughput
 
 
@@ -100,3 +103,37 @@ def test_a_slow_second_step_is_soon_outweighed(wait: Callable[[float], None]) ->
     assert lines[1]["seconds_left"] == 60 * 29
     assert lines[10]["seconds_left"] < 8 * 20
     assert lines[-1]["seconds_left"] == 0
+
+
+class _Memory:
+    """A GPU's, played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.retries = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": self.retries})
+
+
+def test_retries_of_the_allocator_are_those_since_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _Memory(monkeypatch)
+    memory.retries = 7  # of a calibration
+    rates = Throughput(torch.device("cuda"))
+
+    memory.retries = 9
+    assert (rates.report(1)["alloc_retries"], rates.report(1).get("alloc_retries")) == (2, None)
+    memory.retries = 10
+    line = rates.report(1)
+    assert (line["alloc_retries"], line["peak_memory_gib"]) == (1, 3)
+
+
+def test_memory_that_is_full_again_and_again_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    lines = LogLines()
+    state = TrainerState(max_steps=20)
+    figures = ("loss", "learning_rate", "grad_norm", "samples_per_second", "image_tokens_per_second")
+    rates = dict.fromkeys((*figures, "data_wait_share", "peak_memory_gib"), 1.0)
+    with caplog.at_level(logging.WARNING, "train"):
+        for number in range(20):
+            full = {"alloc_retries": 1.0} if number % 2 else {}
+            lines.on_log(None, state, None, rates | full)  # type: ignore[arg-type]
+            assert len(caplog.records) == (number >= 2 * TELLING - 1)
+    assert "lower train.tokens_per_pack, or set it to auto" in caplog.text
