@@ -26,7 +26,7 @@ from cache.vision_tower import VisionTower
 from train.loss import pack_loss
 from train.on_device import Feeder
 from train.pack import Pack
-from train.step import Step, StepDataset
+from train.step import CutStep, Step, StepDataset
 
 CALIBRATION_FILE = "calibration.json"
 SHORTEST, GROWTH = 2048, 1.5
@@ -127,7 +127,9 @@ class Attempts:
         """Run one trial."""
         recomputing(self._model, recompute)
         self._model.train()
-        step, share = longest_rows(self._steps(tokens)[self._step])
+        steps = self._steps(tokens)
+        rows, share = longest_rows(steps.cut(self._step))
+        step = steps.read(rows)
         if self._device.type == "cuda":
             step = step.pin_memory()  # as in training
         _clean(self._model, self._device)  # or the peak would be that of loading the model
@@ -169,7 +171,7 @@ class Attempts:
         return time.perf_counter() - started
 
 
-def longest_rows(step: Step) -> tuple[Step, float]:
+def longest_rows(step: CutStep) -> tuple[CutStep, float]:
     """A step of the longest rows alone, with their images, and their share of its tokens."""
     packs = sorted(step.packs, key=_tokens, reverse=True)[:ROWS]
     share = sum(map(_tokens, packs)) / sum(map(_tokens, step.packs))

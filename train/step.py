@@ -19,7 +19,7 @@ from train.handing_over import Bundle
 from train.order import Order, epoch_order
 from train.pack import Pack, build_pack
 from train.prefix_tree import Symbols, sharing_order, symbols_of
-from train.sample import Sample, num_image_tokens
+from train.sample import Sample, SampleImage, num_image_tokens
 from train.shared_memory import allow_open_files
 
 StepIndex = tuple[int, int]  # (epoch, step within the epoch)
@@ -60,6 +60,17 @@ class Step:
 
 def _handed_over(bundle: Bundle) -> Step:
     return Step(*bundle.content())
+
+
+@dataclass(frozen=True, slots=True)
+class CutStep:
+    """A Step whose images are still to be read; fields as there."""
+
+    packs: tuple[Pack, ...]
+    images: tuple[SampleImage, ...]
+    total_weight: float
+    num_samples: int
+    num_image_tokens: int
 
 
 class StepDataset(Dataset[Step]):
@@ -169,6 +180,15 @@ class StepDataset(Dataset[Step]):
         return symbols, order, Costs.of(samples, symbols, order, share=self._share, **self._model)
 
     def __getitem__(self, index: StepIndex) -> Step:
+        return self.read(self.cut(index))
+
+    def read(self, step: CutStep) -> Step:
+        """Read its images."""
+        images = tuple(self._source.load(image) for image in step.images)
+        return Step(step.packs, images, step.total_weight, step.num_samples, step.num_image_tokens)
+
+    def cut(self, index: StepIndex) -> CutStep:
+        """This process's share of a step, cut into packs."""
         samples = [self._samples[i] for i in self.indices(*index)]
         symbols, order, costs = self._costs(samples)
         working, idle = self._runs(costs)
@@ -193,9 +213,9 @@ class StepDataset(Dataset[Step]):
             replace(pack, target_weights=torch.zeros_like(pack.target_weights), stage_weights=None)
             for pack in packs[len(working) :]
         ]
-        return Step(
+        return CutStep(
             packs=tuple(packs),
-            images=tuple(self._source.load(image) for image in images.values()),
+            images=tuple(images.values()),
             total_weight=sum(sample.total_weight for sample in samples),
             num_samples=len(samples),
             num_image_tokens=sum(

@@ -38,7 +38,7 @@ CASES = {
     "1 an image": Case(1, 8, 12288, {}),
     "9 an image, FP8 base": Case(9, 4, 10240, {"quantization": "fp8"}),
     "1 an image, FP8 base": Case(1, 8, 12288, {"quantization": "fp8"}),
-    "9 an image, NF4, 22 GiB": Case(9, 4, 2560, {"quantization": "nf4"}, 22),
+    "9 an image, NF4, 22 GiB": Case(9, 4, 10240, {"quantization": "nf4", "gradient_checkpointing": True}, 22),
 }
 
 

@@ -37,7 +37,7 @@ from train.calibrate import (
     write_calibration,
 )
 from train.config import TrainConfig
-from train.step import Step
+from train.step import CutStep, Step
 
 from .conftest import job_of
 
@@ -148,7 +148,7 @@ def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch:
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(Attempts, "_run", lambda *_: 0.5)
     monkeypatch.setattr(calibrate, "Feeder", lambda *_: None)
-    steps: Any = lambda _: {(0, 0): step}  # noqa: E731
+    steps: Any = lambda _: _Steps(step)  # noqa: E731
     device = torch.device("cuda")
     attempts = Attempts(_Layers(), steps, (0, 0), device=device, autocast=contextlib.nullcontext)
 
@@ -172,13 +172,12 @@ def test_a_trial_runs_the_two_longest_rows_and_answers_for_the_step(monkeypatch:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 500)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2000))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    step = _step(100, 300, 200, 400)
-    attempts = Attempts(
-        _Layers(), lambda _: {(0, 0): step}, (0, 0), device=torch.device("cpu"), autocast=contextlib.nullcontext
-    )  # type: ignore[arg-type, return-value]
+    steps = _Steps(_step(100, 300, 200, 400))
+    attempts = Attempts(_Layers(), lambda _: steps, (0, 0), device=torch.device("cpu"), autocast=contextlib.nullcontext)  # type: ignore[arg-type, return-value]
 
     assert attempts(400, False) == Trial(400, False, pytest.approx(1000), 500)
     assert ran == [400, 300] * 2
+    assert steps.images == ["d", "b"], "those of the other rows are not read"
 
 
 @dataclass(frozen=True)
@@ -193,12 +192,29 @@ class _Row:
         return self
 
 
-def _step(*lengths: int, places: Sequence[tuple[int, ...]] | None = None) -> Step:
+def _step(*lengths: int, places: Sequence[tuple[int, ...]] | None = None) -> CutStep:
     """Rows of so many tokens; the images at their places are letters."""
     places = [(row,) for row in range(len(lengths))] if places is None else places
     packs: Any = tuple(_Row(torch.zeros((1, n)), row) for n, row in zip(lengths, places, strict=True))
     images: Any = tuple("abcdef"[: 1 + max(place for row in places for place in row)])
-    return Step(packs, images, 1.0, len(packs), 0)
+    return CutStep(packs, images, 1.0, len(packs), 0)
+
+
+class _Steps:
+    """As much of a StepDataset as a trial looks at. Images that are read are there as they are; `read` names them."""
+
+    def __init__(self, step: CutStep) -> None:
+        self._step = step
+        self.images: list[Any] = []
+
+    def cut(self, index: tuple[int, int]) -> CutStep:
+        assert index == (0, 0)
+        return self._step
+
+    def read(self, step: CutStep) -> Step:
+        self.images += step.images
+        images: Any = step.images
+        return Step(step.packs, images, step.total_weight, step.num_samples, step.num_image_tokens)
 
 
 def test_the_longest_rows_keep_their_images() -> None:
