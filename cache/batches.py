@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from cache.config import CacheConfig
-from cache.manifest import SplitImage
 from cache.pixels import Pixels
 from cache.records import ImageRef
+from cache.split_images import SplitImage
 
 Todo = tuple[SplitImage, ImageRef]
 

@@ -25,16 +25,7 @@ from cache.fingerprint import FORMAT_VERSION, Fingerprint
 from cache.formats import FORMATS
 from cache.image_processor_choice import require_gpu
 from cache.index import EntryIndex
-from cache.manifest import (
-    Manifest,
-    RefusedImage,
-    SplitImages,
-    folder_name,
-    load_refused,
-    save_manifest,
-    save_refused,
-    save_split,
-)
+from cache.manifest import Manifest, folder_name, save_manifest
 from cache.parts import WHOLE, Part
 from cache.pixels import Pixels, load_pixels, values_on
 from cache.plan import Plan, make_plan
@@ -43,6 +34,8 @@ from cache.progress import Progress
 from cache.records import ImageRef
 from cache.salvage import take_up
 from cache.scan_note import ScanNote
+from cache.split_files import load_refused, save_refused, save_split
+from cache.split_images import RefusedImage, SplitImages
 from cache.vision_tower import VisionTower, resolve_device
 from cache.waits import DISK, IMAGES, TOWER, Waits
 from cache.writer import CacheWriter

@@ -15,8 +15,8 @@ from cache.config import CacheConfig
 from cache.errors import DataError, PipelineError, StoppedError
 from cache.features import StoredFeatures, VisionFeatures, stored_features
 from cache.finite import finite_levels, require_finite
-from cache.manifest import SplitImage
 from cache.quantize import to_storage
+from cache.split_images import SplitImage
 from cache.waits import TOWER, Waits
 from cache.writer import WAITING_SHARE, CacheWriter
 

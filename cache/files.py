@@ -9,16 +9,9 @@ from cache.errors import CacheError
 from cache.formats.extents import ShardFile
 from cache.index import EntryIndex
 from cache.index_table import ShardStamp
-from cache.manifest import (
-    MANIFEST_FILE,
-    SHARDS,
-    SPLITS,
-    Manifest,
-    SplitImages,
-    damaged_shard,
-    load_manifest,
-    load_split,
-)
+from cache.manifest import MANIFEST_FILE, SHARDS, SPLITS, Manifest, damaged_shard, load_manifest
+from cache.split_files import load_split
+from cache.split_images import SplitImages
 
 
 class CacheFiles(ABC):

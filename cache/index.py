@@ -22,7 +22,8 @@ from cache.errors import CacheError, ResourceError
 from cache.formats.extents import KEY
 from cache.index_file import INDEX_FILE, read_index_file, write_index_file
 from cache.index_table import KEY_BYTES, IndexTable, ShardStamp
-from cache.manifest import SHARDS, Grid, check_shard_size, load_shard_index
+from cache.manifest import SHARDS, check_shard_size, load_shard_index
+from cache.split_images import Grid
 
 _log = logging.getLogger(__name__)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 def image_key(data: bytes) -> str:

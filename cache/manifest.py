@@ -11,8 +11,6 @@ Layout of `<cache.dir>/<fingerprint>/` (docs/cache-format.md is the specificatio
 
 from __future__ import annotations
 
-import errno
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,15 +22,10 @@ from cache.documents import Document, FileDocument, load, save
 from cache.errors import CacheError
 from cache.features import QUANTIZED_DTYPES, SCALE_DTYPE
 from cache.fingerprint import FORMAT_VERSION, Fingerprint
-from cache.split_lists import require_same_images
+from cache.keys import Key
 
 MANIFEST_FILE = "manifest.json"
 SHARDS, SPLITS, REFUSED = "shards", "splits", "refused"
-
-_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-
-Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Grid = tuple[int, int, int]
 
 
 class Manifest(FileDocument):
@@ -75,7 +68,7 @@ class IndexEntry(Document):
     """One image of a shard."""
 
     key: Key
-    image_grid_thw: Grid
+    image_grid_thw: tuple[int, int, int]
     checksum: str
 
 
@@ -86,43 +79,6 @@ class ShardIndex(FileDocument):
     num_bytes: int = Field(ge=0)
     checksum: str = ""
     entries: list[IndexEntry]
-
-
-@dataclass(frozen=True, slots=True)
-class SplitImage:
-    """One image of a split. Size and modification time tell whether the file is still the one that was hashed."""
-
-    # No model: a split may have a million images, and models take twice the memory and time.
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    path: str
-    key: Key
-    image_grid_thw: Grid
-    size: int
-    mtime_ns: int
-
-
-class SplitImages(FileDocument):
-    """The images that a split's records name, and those that were refused.
-
-    `root`: what the names are relative to; None in lists of earlier versions. `num_parts`: among how many parts the
-    images are divided (cache.parts), so that it can be said which one is missing.
-    """
-
-    split: str
-    source: str
-    num_records: int
-    root: str | None = None
-    images: list[SplitImage]
-    refused: dict[str, str]
-    num_parts: int = Field(default=1, ge=1)
-
-
-class RefusedImage(FileDocument):
-    """An image that could not be decoded by the part that it belongs to; tells the other parts."""
-
-    key: Key
-    reason: str
 
 
 def folder_name(fingerprint: str, shard_format: str) -> str:
@@ -222,64 +178,3 @@ def damaged_shard(shard: Path, what: str) -> CacheError:
 def index_file(folder: Path, shard: str) -> Path:
     """Where the index of a shard lies."""
     return folder / SHARDS / f"{shard.rsplit('.', 1)[0]}.json"
-
-
-def split_file(folder: Path, split: str) -> Path:
-    """Where the image list of a split lies."""
-    return folder / SPLITS / f"{split}.json"
-
-
-def save_split(folder: Path, images: SplitImages) -> None:
-    """Write the image list of a split, unless it is there already.
-
-    Raises:
-        CacheError: there is one of another dataset's images.
-        DataError: it would be too large to be read again.
-        OSError: it cannot be written, and the one that is there does not do as well.
-    """
-    there = load_split(folder, images.split)
-    if there == images:
-        return
-    require_same_images(there, images.images, images.root)
-    smaller = "divide the split's file into several, each a split of its own in data.splits"
-    try:
-        save(split_file(folder, images.split), images, smaller=smaller)
-    except OSError as error:
-        # A cache that is complete is of use where it cannot be written, too.
-        if error.errno not in _NOT_WRITABLE or there is None or _read_of(there) != _read_of(images):
-            raise
-
-
-def _read_of(images: SplitImages) -> tuple[object, ...]:
-    """What reading the cache depends on; the rest tells of the dataset, so that less of it is hashed again."""
-    return images.num_parts, images.refused, [(i.path, i.key, i.image_grid_thw, i.size) for i in images.images]
-
-
-def load_split(folder: Path, split: str) -> SplitImages | None:
-    """The image list of a split; None if the split has not been cached yet."""
-    path = split_file(folder, split)
-    return load(path, SplitImages) if path.exists() else None
-
-
-def save_refused(folder: Path, image: RefusedImage) -> None:
-    """Tell the writers of other parts that an image cannot be decoded, unless that is told already."""
-    target = folder / REFUSED / f"{image.key}.json"
-    if target.exists() and load_refused_image(target) == image:
-        return
-    target.parent.mkdir(exist_ok=True)
-    save(target, image)
-
-
-def load_refused(folder: Path) -> dict[str, str]:
-    """Key -> reason of the images that some part could not decode."""
-    found = [load_refused_image(path) for path in sorted((folder / REFUSED).glob("*.json"))]
-    return {image.key: image.reason for image in found}
-
-
-def load_refused_image(path: Path) -> RefusedImage:
-    """One of the files of `load_refused`.
-
-    Raises:
-        CacheError: it is damaged.
-    """
-    return load(path, RefusedImage)

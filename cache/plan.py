@@ -13,13 +13,15 @@ from cache.bad_records import reject_images
 from cache.config import DataConfig
 from cache.dataset import Rejection, read_split, require_few
 from cache.index import EntryIndex
-from cache.manifest import SHARDS, Manifest, SplitImage, load_split, save_manifest
+from cache.manifest import SHARDS, Manifest, save_manifest
 from cache.parts import WHOLE, Part
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import ImageRef, Record
 from cache.scan import ImageScanner
 from cache.scan_note import ScanNote
+from cache.split_files import load_split
+from cache.split_images import SplitImage
 from cache.split_lists import known_images, require_same_images
 
 _BLOCK_BYTES = 512  # of st_blocks, on every file system

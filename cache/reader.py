@@ -16,9 +16,10 @@ from cache.files import CacheFiles, LocalFiles, fingerprint_folders, no_cache
 from cache.formats import FORMATS, ShardReader
 from cache.index import Location
 from cache.index_table import ShardStamp
-from cache.manifest import MANIFEST_FILE, Grid, Manifest, SplitImages
+from cache.manifest import MANIFEST_FILE, Manifest
 from cache.parts import commands_for
 from cache.quantize import restore
+from cache.split_images import Grid, SplitImages
 
 
 class FeatureCache:

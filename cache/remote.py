@@ -25,17 +25,10 @@ from cache.http_transport import HttpTransport
 from cache.index import EntryIndex
 from cache.index_file import INDEX_FILE
 from cache.index_table import ShardStamp
-from cache.manifest import (
-    MANIFEST_FILE,
-    SHARDS,
-    SPLITS,
-    Manifest,
-    SplitImages,
-    folder_name,
-    load_manifest,
-    load_split,
-)
+from cache.manifest import MANIFEST_FILE, SHARDS, SPLITS, Manifest, folder_name, load_manifest
 from cache.reader import FeatureCache
+from cache.split_files import load_split
+from cache.split_images import SplitImages
 from cache.transport import FsspecTransport, Patience, Transport
 
 _T = TypeVar("_T")

@@ -11,11 +11,12 @@ from cache.errors import ConfigError, StoppedError
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.index import EntryIndex
-from cache.manifest import Manifest, folder_name, save_manifest, save_split
+from cache.manifest import Manifest, folder_name, save_manifest
 from cache.plan import free_bytes
 from cache.progress import Progress
 from cache.quantize import to_storage
 from cache.reader import FeatureCache
+from cache.split_files import save_split
 from cache.writer import CacheWriter
 
 DEFAULT_SHARD_SIZE = 1 << 30

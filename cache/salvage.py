@@ -19,8 +19,9 @@ from cache.features import SCALE_DTYPE, SCALES, StoredFeatures, stored_features
 from cache.formats.base import bytes_of, checksum
 from cache.formats.extents import ShardFile, TensorExtent
 from cache.journal import JournalEntry, find_journals, read_journal, shards_of
-from cache.manifest import Grid, Manifest
+from cache.manifest import Manifest
 from cache.progress import Progress
+from cache.split_images import Grid
 from cache.writer import CacheWriter
 
 

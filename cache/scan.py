@@ -13,10 +13,10 @@ from cache.errors import DataError, PipelineError, StoppedError
 from cache.headers import read_head
 from cache.image_formats import require_format
 from cache.keys import image_key
-from cache.manifest import SplitImage
 from cache.preprocess import ImageProcessor, header_size
 from cache.progress import Progress
 from cache.records import ImageRef, Record, Stamp, require_size
+from cache.split_images import SplitImage
 
 THREADS = 8  # hashing and reading release the GIL; more than this does not help one disk
 AHEAD = 4 * THREADS  # images asked for at a time: a request to stop waits for those in hand only

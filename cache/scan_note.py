@@ -8,8 +8,8 @@ from pathlib import Path
 from cache.atomic import write_text
 from cache.documents import load
 from cache.errors import CacheError
-from cache.manifest import SplitImage, SplitImages
 from cache.seal import seal
+from cache.split_images import SplitImage, SplitImages
 from cache.split_lists import same_root
 
 SCANS = "scans"

@@ -7,19 +7,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cache.errors import CacheError, DataError, ReadError
 from cache.keys import image_key
 from cache.progress import Progress
 from cache.records import ImageRef, Record
-
-if TYPE_CHECKING:  # cache.manifest uses this module
-    from cache.manifest import SplitImage, SplitImages
+from cache.split_images import SplitImage, SplitImages
 
 _Verdict = Literal["same", "changed", "absent", "unsure"]
-_Pair = tuple[ImageRef, "SplitImage"]
-_Look = Callable[[ImageRef, "SplitImage"], _Verdict]
+_Pair = tuple[ImageRef, SplitImage]
+_Look = Callable[[ImageRef, SplitImage], _Verdict]
 
 THREADS = 8
 CHUNK = 64  # images a task: a task an image would cost as much as looking at the file

@@ -21,15 +21,14 @@ from cache.manifest import (
     IndexEntry,
     Manifest,
     ShardIndex,
-    SplitImages,
     load_manifest,
-    load_refused_image,
     load_shard_index,
-    load_split,
 )
 from cache.parts import commands_for
 from cache.progress import Progress
 from cache.seal import seal_holds
+from cache.split_files import load_refused_image, load_split
+from cache.split_images import SplitImages
 
 _T = TypeVar("_T")
 THREADS = 2  # checksums run at memory speed: two keep a disk busy

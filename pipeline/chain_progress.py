@@ -60,8 +60,9 @@ class StageProgress:
 def parts_progress(folder: Path, split: str, num_parts: int) -> PartsProgress | None:
     """Of a split of the cache in `folder`; None while its image list is not written."""
     from cache.index import EntryIndex
-    from cache.manifest import SHARDS, load_split
+    from cache.manifest import SHARDS
     from cache.parts import part_of
+    from cache.split_files import load_split
 
     listed = load_split(folder, split)
     if listed is None:

@@ -8,10 +8,10 @@ from cache.build import CacheBuilder
 from cache.errors import CacheError
 from cache.fingerprint import expected_fingerprint
 from cache.index import EntryIndex
-from cache.manifest import load_refused, load_split
 from cache.parts import part_of
 from cache.progress import Progress
 from cache.remote import find_cache_at
+from cache.split_files import load_refused, load_split
 from pipeline.chain import Done, eval_split_of, splits_of
 from pipeline.comparison import NAME
 from pipeline.config import PipelineConfig

@@ -7,45 +7,21 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cache.atomic import write_text
 from cache.errors import ConfigError, DataError
 from pipeline.comparison_picture import draw
+from pipeline.comparison_row import OF_TRAINING, RATE, SECONDS, STEPS, TRAIN_LOSS, Row
 from pipeline.evaluations import METRICS_FILE, evaluation_folder, is_evaluated
 from pipeline.experiments import Experiment, Stage
 from pipeline.options import job_of
 from train.job import is_finished
 from train.run_folder import METRICS_FILE as STEPS_FILE
 
-TRAIN_LOSS, STEPS, SECONDS, RATE = "final train loss", "steps", "training time (s)", "samples/s"
-OF_TRAINING = (TRAIN_LOSS, STEPS, SECONDS, RATE)
 NAME = "comparison"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An experiment.
-
-    Attributes:
-        values: metric -> value; a metric that is missing or not a finite number is not in it.
-        losses: (step, training loss), the steps of all stages counted on.
-        missing: what is not there (yet), in words.
-        finished: all its stages are; if not, what training gave and took is that so far.
-    """
-
-    experiment: str
-    stages: tuple[str, ...]
-    values: dict[str, float]
-    losses: list[tuple[float, float]]
-    missing: tuple[str, ...]
-    finished: bool = True
-
-    def is_so_far(self, metric: str) -> bool:
-        """Whether the value of a metric is that of a training which is not finished."""
-        return not self.finished and metric in OF_TRAINING and metric in self.values
 
 
 def write_comparison(folder: Path, experiments: Sequence[Experiment], splits: Sequence[str]) -> str:

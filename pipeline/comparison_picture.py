@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipeline.comparison_row import Row
 from pipeline.report import round_ticks, short_number
-
-if TYPE_CHECKING:
-    from pipeline.comparison import Row
 
 WIDTH, MARGIN, GAP = 1000, 24, 28
 CURVES_HEIGHT, BAR, LABEL = 300, 22, 130  # a bar's line, and the space for the experiments' names in front of it

@@ -37,7 +37,7 @@ LastStageOption = Annotated[
 
 def load(config: Path, overrides: list[str] | None) -> PipelineConfig:
     """The configuration with its overrides."""
-    from pipeline.config import load_config
+    from pipeline.config_file import load_config
 
     note_options(config, overrides)
     settings = load_config(config, overrides)

@@ -14,11 +14,11 @@ from cache.build import CacheBuilder
 from cache.dataset import read_split
 from cache.errors import CacheError
 from cache.fingerprint import expected_fingerprint
-from cache.manifest import SplitImage
 from cache.parts import part_of
 from cache.plan import Plan
 from cache.progress import Progress
 from cache.remote import find_cache_at
+from cache.split_images import SplitImage
 from pipeline.config import PipelineConfig
 from pipeline.options import job_of
 from train.config import DEFAULT_TOKENS_PER_PACK, TrainConfig

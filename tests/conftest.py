@@ -15,7 +15,8 @@ import torch
 import yaml
 from hypothesis import HealthCheck, settings
 
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.demo.tiny_model import make_tiny_checkpoint
 
 from .range_server import Site, start_server

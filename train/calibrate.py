@@ -26,7 +26,8 @@ from cache.vision_tower import VisionTower
 from train.loss import pack_loss
 from train.on_device import Feeder
 from train.pack import Pack
-from train.step import CutStep, Step, StepDataset
+from train.step import Step
+from train.step_dataset import CutStep, StepDataset
 
 CALIBRATION_FILE = "calibration.json"
 SHORTEST, GROWTH = 2048, 1.5

@@ -9,11 +9,11 @@ from cache.bad_records import LEAVE_OUT
 from cache.config import DataConfig
 from cache.dataset import Rejection, SplitRecords, read_split, require_few
 from cache.errors import DataError
-from cache.manifest import SplitImages
 from cache.preprocess import ImageProcessor
 from cache.progress import Progress
 from cache.records import Record
 from cache.scan import ImageScanner
+from cache.split_images import SplitImages
 from cache.split_lists import changed_images
 from train.chat import ChatEncoder, EncodedText
 from train.sample import Sample, SampleImage, make_sample

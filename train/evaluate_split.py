@@ -16,7 +16,8 @@ from train.job import Job
 from train.lora import load_adapter
 from train.model import autocast, load_language_model, training_device
 from train.stage_losses import StageLosses
-from train.step import Step, StepDataset
+from train.step import Step
+from train.step_dataset import StepDataset
 
 
 def run_evaluation(job: Job, split: str, adapter: Path | None, progress: Progress) -> Evaluation:

@@ -24,7 +24,7 @@ from train.dataset import KnownImages, SampleBuilder, Samples
 from train.features import CachedSource, FeatureSource, LiveSource
 from train.job import Job
 from train.model import training_device
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from train.calibrate import (
 )
 from train.config import DEFAULT_TOKENS_PER_PACK, TrainConfig
 from train.model import autocast
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 logger = logging.getLogger("train")
 

@@ -31,7 +31,7 @@ from train.model import autocast, load_language_model, prepare_for_training, tra
 from train.rows import with_rows_that_fit
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, save_folder, write_run
 from train.sharding import is_sharded
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 from train.stopping import AskedOfAny, leave_processes, stopped_before_training
 
 if TYPE_CHECKING:

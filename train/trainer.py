@@ -22,7 +22,9 @@ from train.on_device import Feeder
 from train.sharding import average_gradients
 from train.shared_memory import require_room
 from train.stage_losses import StageLosses
-from train.step import OneAhead, Step, StepDataset, StepLoader, make_loader
+from train.step import Step
+from train.step_dataset import StepDataset
+from train.step_loader import OneAhead, StepLoader, make_loader
 from train.throughput import Throughput
 
 IN_HAND = 2  # steps that training holds itself, in the workers' memory unless they were copied to pinned memory

@@ -33,7 +33,7 @@ def train(
     dry_run: DryRun = False,
 ) -> None:
     """Train a LoRA adapter. Goes on from the last checkpoint when the run folder has one."""
-    from pipeline.config import dump_config
+    from pipeline.config_file import dump_config
     from pipeline.progress import Bar
     from pipeline.time_measured import training_clock
     from train.job import is_finished
@@ -102,7 +102,7 @@ def predict(
 ) -> None:
     """Ask the full stock model, tower included, about a raw image."""
     from cache.errors import ConfigError
-    from pipeline.config import config_for_model
+    from pipeline.config_file import config_for_model
     from pipeline.experiments import find_stage
     from train.predict import predict as answer
 

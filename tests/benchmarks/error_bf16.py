@@ -22,7 +22,8 @@ from transformers import AutoModelForImageTextToText
 
 from cache.preprocess import decode
 from cache.progress import Silent
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from tests.benchmarks.training_cases import Case, prepare
 from tests.benchmarks.true_shapes import make_8b_checkpoint
 from train.attention import attention_kind

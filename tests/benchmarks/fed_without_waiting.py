@@ -42,7 +42,9 @@ from tests.range_server import Handler, Site
 from train.chat import EncodedText
 from train.features import CachedSource, StepImage
 from train.sample import Sample, SampleImage, make_sample
-from train.step import Step, StepDataset, StepLoader, make_loader
+from train.step import Step
+from train.step_dataset import StepDataset
+from train.step_loader import StepLoader, make_loader
 from train.throughput import Throughput
 
 IMAGES, QUESTIONS, TEXT_TOKENS = 4, 9, 120  # of a step, an image, a question

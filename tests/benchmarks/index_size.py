@@ -18,9 +18,10 @@ from pathlib import Path
 
 from cache.index import EntryIndex, update_index_file
 from cache.index_file import INDEX_FILE
-from cache.manifest import save_manifest, split_file
+from cache.manifest import save_manifest
 from cache.reader import FeatureCache
 from cache.seal import seal
+from cache.split_files import split_file
 from tests.manifests import manifest_of
 
 ENTRY_BYTES, SHARD_BYTES = 40 << 20, 1 << 30

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 from tests.benchmarks.train_command import pipeline, take_its_allocator, train_anew
 from tests.benchmarks.training_cases import CASES, prepare, valid_rows
 from tests.benchmarks.true_shapes import make_8b_checkpoint

@@ -32,7 +32,7 @@ from train.features import CachedImage, FeatureSource, StepImage
 from train.lora import add_lora
 from train.model import load_language_model, prepare_for_training
 from train.sample import SampleImage, num_image_tokens
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 from train.trainer import StepTrainer
 
 WARM_UP, BATCH, BUDGET = 6, 24, 8192

@@ -13,7 +13,8 @@ import torch
 
 from cache.errors import ResourceError
 from cache.progress import Silent
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from tests.benchmarks.device_clock import clean, forget_peak, milliseconds, peak_gib
 from tests.benchmarks.kept_rows import DOES_NOT_FIT, Row
 from tests.benchmarks.kernel_profile import profiled
@@ -28,7 +29,7 @@ from train.loss import pack_loss
 from train.model import autocast, load_language_model, prepare_for_training, training_device
 from train.pack import Pack
 from train.rows import with_rows_that_fit
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 from train.throughput import ALLOC_RETRIES
 
 HELD_IMAGES = 16  # 640 MiB of features on the device

@@ -24,7 +24,7 @@ from pipeline.demo.tiny_model import make_tiny_checkpoint
 from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.sample import Grid, Sample, SampleImage, make_sample
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 IMAGE_TOKEN, QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 1, (1, 10), (5, 61), (5, 151)
 # (height, width) of photographs, scans, screenshots and charts of the public repository QwenLM/Qwen3-VL, full size.

@@ -20,7 +20,7 @@ import yaml
 from transformers import AutoModelForImageTextToText
 
 from cache.progress import Silent
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 from tests.benchmarks.train_command import pipeline, train_anew
 from tests.benchmarks.true_shapes import make_8b_checkpoint, make_dataset
 from train.features import features_on

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cache.errors import CacheError, ConfigError, DataError, StoppedError
-from cache.manifest import load_split
 from cache.reader import FeatureCache
+from cache.split_files import load_split
 from pipeline.config import PipelineConfig
 
 from .conftest import (

@@ -20,7 +20,7 @@ from train.chat import EncodedText
 from train.features import CachedSource
 from train.order import Order
 from train.sample import Sample, SampleImage
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 from .conftest import SILENT, builder_of, draw_images, write_rows
 

@@ -16,11 +16,12 @@ from cache.errors import CacheError
 from cache.formats import FORMATS
 from cache.formats.base import checksum
 from cache.journal import JOURNAL_SUFFIX
-from cache.manifest import SplitImage, SplitImages, load_manifest
+from cache.manifest import load_manifest
 from cache.progress import Silent
 from cache.reader import FeatureCache
 from cache.records import ImageRef
 from cache.salvage import take_up
+from cache.split_images import SplitImage, SplitImages
 from cache.verify import verify_cache
 from cache.writer import CacheWriter
 

@@ -14,15 +14,13 @@ from cache.manifest import (
     IndexEntry,
     Manifest,
     ShardIndex,
-    SplitImage,
-    SplitImages,
     load_manifest,
     load_shard_indexes,
-    load_split,
     save_manifest,
     save_shard_index,
-    save_split,
 )
+from cache.split_files import load_split, save_split
+from cache.split_images import SplitImage, SplitImages
 
 MANIFEST = Manifest(
     format_version=1,

@@ -18,8 +18,8 @@ from cache.copy_back import CopyBack
 from cache.errors import DataError
 from cache.features import VisionFeatures
 from cache.formats import FORMATS
-from cache.manifest import SplitImage
 from cache.reader import FeatureCache
+from cache.split_images import SplitImage
 from cache.verify import verify_cache
 from cache.vision_tower import VisionTower
 from cache.waits import Waits

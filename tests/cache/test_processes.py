@@ -26,7 +26,7 @@ import os, sys
 from pathlib import Path
 from cache.errors import StoppedError
 from pipeline.cache_verbs import cache_in_processes
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 from pipeline.exit import exit_code_of, stop_request
 
 def work():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cache import documents
-from cache.manifest import load_split, save_split
+from cache.split_files import load_split, save_split
 
 from .conftest import SILENT, builder_of, committed_keys, draw_images, snapshot, write_rows
 

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from cache.errors import CacheError
 from cache.files import LocalFiles
 from cache.formats import SafetensorsFormat
-from cache.manifest import SplitImage, SplitImages, load_shard_indexes, save_manifest, save_split
+from cache.manifest import load_shard_indexes, save_manifest
 from cache.reader import FeatureCache
+from cache.split_files import save_split
+from cache.split_images import SplitImage, SplitImages
 from cache.writer import CacheWriter
 
 from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cache.errors import DataError
-from cache.manifest import load_refused
 from cache.parts import WHOLE, Part, part_of
+from cache.split_files import load_refused
 from pipeline.cache_verbs import cache_in_processes
 from pipeline.config import PipelineConfig
 

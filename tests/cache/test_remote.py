@@ -21,10 +21,12 @@ from cache.files import LocalFiles
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.formats.extents import ShardFile
-from cache.manifest import SplitImage, SplitImages, load_manifest, save_manifest, save_split
+from cache.manifest import load_manifest, save_manifest
 from cache.progress import Silent
 from cache.reader import FeatureCache
 from cache.remote import RemoteFiles, find_cache_at, make_transport
+from cache.split_files import save_split
+from cache.split_images import SplitImage, SplitImages
 from cache.staging import stage
 from cache.transport import Patience
 from cache.writer import CacheWriter

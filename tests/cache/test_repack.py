@@ -13,11 +13,13 @@ from cache.errors import CacheError, ConfigError, StoppedError
 from cache.find import find_cache
 from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
-from cache.manifest import Manifest, SplitImage, SplitImages, load_manifest, save_manifest, save_split
+from cache.manifest import Manifest, load_manifest, save_manifest
 from cache.progress import Silent
 from cache.quantize import dequantize, quantize
 from cache.reader import FeatureCache
 from cache.repack import repack
+from cache.split_files import save_split
+from cache.split_images import SplitImage, SplitImages
 from cache.writer import CacheWriter
 
 from .conftest import assert_same, assert_same_entries, committed_keys, random_features, snapshot

@@ -27,12 +27,13 @@ from cache.features import QuantizedFeatures, StoredFeatures, VisionFeatures
 from cache.formats import FORMATS
 from cache.index import EntryIndex
 from cache.journal import JOURNAL_SUFFIX, Journal, find_journals, shards_of
-from cache.manifest import Grid, IndexEntry, SplitImage, load_manifest, save_manifest
+from cache.manifest import IndexEntry, load_manifest, save_manifest
 from cache.quantize import quantize
 from cache.reader import FeatureCache
 from cache.records import ImageRef
 from cache.repair import set_damaged_aside
 from cache.salvage import take_up
+from cache.split_images import Grid, SplitImage
 from cache.writer import CacheWriter
 
 from ..manifests import manifest_of  # noqa: TID252  (tests are no package that could be imported by name)

@@ -12,11 +12,11 @@ import pytest
 
 from cache.errors import DataError, ReadError, StoppedError
 from cache.headers import HEAD_BYTES, read_headers
-from cache.manifest import load_refused, load_split
 from cache.prune import survey_holdings
 from cache.reader import FeatureCache
 from cache.records import MAX_IMAGE_BYTES, ImageRef
 from cache.scan import AHEAD, HEAD_FIRST_BYTES, THREADS
+from cache.split_files import load_refused, load_split
 from pipeline.config import PipelineConfig
 
 from .conftest import DRAWN, SILENT, builder_of, committed_keys, draw_images, write_rows

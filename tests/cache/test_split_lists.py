@@ -19,8 +19,8 @@ from cache.config import DataConfig, SplitConfig
 from cache.dataset import read_split
 from cache.errors import CacheError
 from cache.keys import image_key
-from cache.manifest import load_split
 from cache.records import ImageRef, Stamp
+from cache.split_files import load_split
 from cache.split_lists import changed_images
 from pipeline.config import PipelineConfig
 

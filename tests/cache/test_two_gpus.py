@@ -12,7 +12,7 @@ from cache.config import CacheConfig
 from cache.copy_back import CopyBack
 from cache.features import VisionFeatures
 from cache.formats import SafetensorsFormat
-from cache.manifest import SplitImage
+from cache.split_images import SplitImage
 from cache.waits import Waits
 from cache.writer import CacheWriter
 

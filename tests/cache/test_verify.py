@@ -15,17 +15,10 @@ from cache.fingerprint import Fingerprint
 from cache.formats import FORMATS
 from cache.index import update_index_file
 from cache.index_file import INDEX_FILE
-from cache.manifest import (
-    IndexEntry,
-    RefusedImage,
-    ShardIndex,
-    SplitImage,
-    SplitImages,
-    save_manifest,
-    save_refused,
-    save_split,
-)
+from cache.manifest import IndexEntry, ShardIndex, save_manifest
 from cache.seal import seal, seal_holds
+from cache.split_files import save_refused, save_split
+from cache.split_images import RefusedImage, SplitImage, SplitImages
 from cache.verify import Verification, verify_cache
 from cache.writer import CacheWriter
 

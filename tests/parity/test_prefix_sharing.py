@@ -27,7 +27,8 @@ from train.model import load_language_model
 from train.pack import Pack, build_pack
 from train.prefix_tree import Node, build_forest, sharing_order, symbols_of
 from train.sample import Sample, SampleImage, make_sample
-from train.step import Step, StepDataset
+from train.step import Step
+from train.step_dataset import StepDataset
 
 from .conftest import Stock, under_adapter
 

@@ -17,10 +17,11 @@ from transformers import AutoModelForImageTextToText, get_scheduler
 
 from cache.progress import Silent
 from pipeline.cli import app
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.exit import exit_code_of
 from train.inputs import Inputs
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 from .conftest import Stock, job_of
 

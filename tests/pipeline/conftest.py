@@ -14,7 +14,8 @@ from PIL import Image
 
 from cache.errors import ConfigError
 from pipeline.cli import app
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.exit import StopRequest, exit_code_of, stop_request
 from pipeline.printed_commands import forget
 

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from pipeline.cli import app
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 
 # A change here is a change of what users' scripts rely on: it belongs into the change log.
 VERBS = """\

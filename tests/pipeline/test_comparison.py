@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cache.errors import DataError
-from pipeline.comparison import Row, as_csv, markdown, metrics_of, row_of, write_comparison
+from pipeline.comparison import as_csv, markdown, metrics_of, row_of, write_comparison
 from pipeline.comparison_picture import draw
+from pipeline.comparison_row import Row
 from pipeline.config import PipelineConfig
 from pipeline.evaluations import evaluation_folder, made_from
 from pipeline.experiments import Experiment, Stage, experiments_of

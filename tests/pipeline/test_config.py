@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from pipeline.chain_record import snapshot
-from pipeline.config import PipelineConfig, config_for_model, dump_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import config_for_model, dump_config
 from pipeline.experiments import experiments_of
 
 from .conftest import MINIMAL

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache.errors import ConfigError
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 
 from .conftest import MINIMAL
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import train.inputs
-from cache.manifest import load_split
 from cache.reader import FeatureCache
+from cache.split_files import load_split
 from pipeline.cli import app
 from pipeline.demo.run import demo_config, run_demo
 from pipeline.demo.screenshots import make_screenshots

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cache.errors import ConfigError
-from pipeline.config import dump_config, load_config
+from pipeline.config_file import dump_config, load_config
 from pipeline.experiments import Stage, experiments_of, find_stage
 from pipeline.time_calibrate import FOLDER
 

@@ -13,7 +13,8 @@ import pytest
 
 import pipeline
 from pipeline.chain import Done, plan_jobs
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.experiments import Experiment, experiments_of
 from slurm.sbatch import render
 

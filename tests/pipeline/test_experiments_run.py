@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 from pipeline.experiment_run import lines, slots
 from pipeline.experiments import experiments_of
 from pipeline.options import PROGRAM

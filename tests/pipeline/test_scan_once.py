@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.manifest import load_split
+from cache.split_files import load_split
 from pipeline import cache_verbs
 
 from .conftest import record

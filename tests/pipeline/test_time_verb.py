@@ -14,7 +14,8 @@ from cache.config import DataConfig
 from cache.dataset import read_split
 from cache.errors import StoppedError
 from cache.progress import Silent
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.time_calibrate import FOLDER, calibrate, write_subset
 from pipeline.time_measured import CALIBRATION
 from pipeline.time_records import Phase, TimeRecord

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from pipeline.cli import app
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from pipeline.demo.screenshots import make_screenshots
 from pipeline.exit import StopRequest, exit_code_of, stop_request
 from pipeline.printed_commands import forget

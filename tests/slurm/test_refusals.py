@@ -14,7 +14,7 @@ from cache.progress import Silent
 from pipeline.chain_record import Chain, ChainFolder, SubmittedJob, differences, only_for_new_jobs, snapshot
 from pipeline.chain_status import failure_lines
 from pipeline.chain_submit import submit
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 from slurm.client import JobInfo, SlurmClient
 from slurm.errors import SlurmError
 

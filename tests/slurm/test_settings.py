@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import slurm
 from cache.errors import ConfigError
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from slurm.chain import check_setup
 from slurm.config import SlurmConfig
 from slurm.environment import OwnJob, without_job

@@ -18,10 +18,11 @@ from cache.errors import DataError
 from cache.features import QuantizedFeatures, VisionFeatures
 from cache.formats import FORMATS
 from cache.formats.base import checksum
-from cache.manifest import save_manifest, save_split
+from cache.manifest import save_manifest
 from cache.progress import Silent
 from cache.quantize import dequantize, quantize
 from cache.reader import FeatureCache
+from cache.split_files import save_split
 from cache.writer import CacheWriter
 from pipeline.cli import app
 from pipeline.config import PipelineConfig

@@ -37,7 +37,8 @@ from train.calibrate import (
     write_calibration,
 )
 from train.config import TrainConfig
-from train.step import CutStep, Step
+from train.step import Step
+from train.step_dataset import CutStep
 
 from .conftest import job_of
 

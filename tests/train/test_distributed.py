@@ -19,7 +19,7 @@ import yaml
 
 from cache.build import CacheBuilder
 from cache.progress import Silent
-from pipeline.config import load_config
+from pipeline.config_file import load_config
 
 from .processes import Outcome, Stop, train
 

@@ -16,12 +16,14 @@ import yaml
 from cache.build import CacheBuilder
 from cache.errors import CacheError, ConfigError, StoppedError
 from cache.progress import Silent
-from pipeline.config import PipelineConfig, load_config
+from pipeline.config import PipelineConfig
+from pipeline.config_file import load_config
 from train.features import CachedSource, FeatureSource, StepImage
 from train.inputs import Inputs
 from train.run import run_training
 from train.sample import SampleImage
-from train.step import StepDataset, make_loader
+from train.step_dataset import StepDataset
+from train.step_loader import make_loader
 
 from ..range_server import Site  # noqa: TID252  (tests are no package that could be imported by name)
 from .conftest import Run, job_of, stop_in_step

@@ -19,7 +19,9 @@ from train.handing_over import Bundle, shared_bytes
 from train.pack import Pack
 from train.sample import SampleImage, make_sample
 from train.shared_memory import OPEN_FILES
-from train.step import Step, StepDataset, make_loader
+from train.step import Step
+from train.step_dataset import StepDataset
+from train.step_loader import make_loader
 
 IMAGE_TOKEN, MERGE, GRID, WIDTH, LEVELS = 1, 2, (1, 4, 4), 8, 3
 IMAGES = 30

@@ -37,7 +37,7 @@ from train.pack import Pack, build_pack
 from train.prefix_tree import sharing_order, symbols_of
 from train.sample import Sample, SampleImage, make_sample
 from train.stage_losses import StageLosses
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 from train.trainer import StepTrainer
 
 MERGE, GRID = 2, (1, 8, 12)

@@ -12,7 +12,7 @@ from cache.records import ImageRef
 from train.chat import EncodedText
 from train.order import Order, epoch_order
 from train.sample import Sample, SampleImage
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 from .conftest import Run
 

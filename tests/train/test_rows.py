@@ -25,7 +25,7 @@ from train.features import FeatureSource, StepImage
 from train.lora import add_lora
 from train.model import autocast, load_language_model
 from train.sample import SampleImage, make_sample
-from train.step import StepDataset
+from train.step_dataset import StepDataset
 
 
 class Layers(torch.nn.Module):

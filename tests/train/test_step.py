@@ -17,7 +17,9 @@ from train.chat import EncodedText
 from train.features import FeatureSource, PixelImage, StepImage
 from train.pack_mask import BLOCK_SIZE
 from train.sample import Sample, SampleImage, make_sample
-from train.step import OneAhead, Step, StepDataset, make_loader
+from train.step import Step
+from train.step_dataset import StepDataset
+from train.step_loader import OneAhead, make_loader
 
 IMAGE_TOKEN, MERGE = 1, 2
 
