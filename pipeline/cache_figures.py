@@ -12,9 +12,11 @@ from cache.atomic import write_text
 from cache.build import Summary
 from cache.parts import WHOLE, Part
 from cache.rates import keep_better_rate
+from cache.waits import IMAGES
 from pipeline.config import PipelineConfig
 
 _OF_A_RUN = ("recovered_images", "encoded_images", "written_bytes", "seconds", "waited")
+MUCH = 0.3  # of the time; starting takes some of it in every run
 NOW = "now"  # what the latest run did; the figures beside it may be those of an earlier one, which tell more
 
 
@@ -65,7 +67,7 @@ def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:
             *taken_up,
             f"  encoded now      {figures['encoded_images']} images, {figures['images_per_second']:.2f} images/s"
             f"{nothing}",
-            *_waited(figures),
+            *_waited(figures, settings.cache.num_workers),
             f"  written now      {figures['written_bytes'] / 1e6:.2f} MB",
             f"  cache            {figures['cache']}",
             f"  image tokens     {figures['image_tokens']}",
@@ -74,9 +76,11 @@ def _describe(settings: PipelineConfig, figures: dict[str, Any]) -> str:
     )
 
 
-def _waited(figures: dict[str, Any]) -> list[str]:
+def _waited(figures: dict[str, Any], num_workers: int) -> list[str]:
     """What stood in the way, where anything was encoded. The stages overlap, so these are no parts of a whole."""
     if not figures["encoded_images"] or not figures["seconds"]:
         return []
-    shares = [f"{what} {seconds / figures['seconds']:.0%}" for what, seconds in figures["waited"].items()]
-    return [f"  waited for       {', '.join(shares)} of the time"]
+    shares = {what: seconds / figures["seconds"] for what, seconds in figures["waited"].items()}
+    told = ", ".join(f"{what} {share:.0%}" for what, share in shares.items())
+    advice = f"; more cache.num_workers than {num_workers} may help" if shares[IMAGES] > MUCH else ""
+    return [f"  waited for       {told} of the time{advice}"]
