@@ -190,14 +190,14 @@ class CacheBuilder:
         plan = self.list_images(split, progress, should_stop, part)  # what is missing is noticed from now on
         # Neither an interruption nor a bad image may cost what was computed before it: leaving the block commits.
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
-        waits = Waits()
+        waits = Waits(IMAGES, TOWER)
         with (
             CacheWriter(self.folder, shard_format, shard_size=size, num_entries=len(plan.todo)) as writer,
             CopyBack(writer, self._cache, waits) as results,
         ):
             todo = take_up(plan.todo, writer, self.manifest, self.processor.num_tokens, progress, should_stop)
             left = replace(plan, todo=todo)
-            started = time.perf_counter()
+            started, taking_up = time.perf_counter(), writer.waited
             broken = self._encode(left, results, waits, progress, should_stop) if left.todo else {}
         seconds = time.perf_counter() - started
         late = reject_images(plan.records, broken, self._data)
@@ -214,7 +214,7 @@ class CacheBuilder:
             encoded_images=writer.committed_images - len(plan.todo) + len(left.todo),
             written_bytes=writer.committed_bytes,
             seconds=seconds,
-            waited={IMAGES: waits.seconds[IMAGES], TOWER: waits.seconds[TOWER], DISK: writer.waited},
+            waited=waits.seconds | {DISK: writer.waited - taking_up},
             rejected=rejected,
         )
 

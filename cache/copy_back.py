@@ -12,7 +12,7 @@ import torch
 
 from cache.background import Stage
 from cache.config import CacheConfig
-from cache.errors import DataError, PipelineError, StoppedError
+from cache.errors import PipelineError, StoppedError
 from cache.features import StoredFeatures, VisionFeatures, stored_features
 from cache.finite import finite_levels, require_finite
 from cache.quantize import to_storage
@@ -119,10 +119,13 @@ class CopyBack:
             self._keep(before)
 
     def _begin(self, image: SplitImage, features: VisionFeatures) -> _Begun:
-        """Check, convert and copy, without waiting. The memory comes from torch's pool of page-locked memory and goes
-        back to it when the entry is written. What is on the CPU stays there."""
+        """Check, convert and copy, without waiting for a GPU. What is on the CPU stays there.
+
+        The memory comes from torch's pool of page-locked memory and goes back to it when the entry is written.
+        """
         finite = finite_levels(features)
-        stored = self._to_storage(image, features, finite)
+        # Where the tower ran: half the bytes to copy back.
+        stored = to_storage(features, self._cache.storage_dtype, self._cache.dtype, require_finite=False)
         if not features.image_embeds.is_cuda:
             return _Begun(image, stored, finite, None)
         copies = {name: _begin_copy(tensor) if tensor.is_cuda else tensor for name, tensor in stored.tensors().items()}
@@ -141,15 +144,6 @@ class CopyBack:
                 begun.done.synchronize()
         require_finite(begun.finite, dtype=self._cache.dtype, where=begun.image.path)
         self._writer.add(begun.image.key, begun.features)
-
-    def _to_storage(self, image: SplitImage, features: VisionFeatures, finite: torch.Tensor) -> StoredFeatures:
-        try:
-            # Where the tower ran: half the bytes to copy back.
-            return to_storage(features, self._cache.storage_dtype, self._cache.dtype, where=image.path)
-        except DataError:
-            # What 8 bits cannot hold is not finite: said as it is for the other dtypes.
-            require_finite(finite.cpu(), dtype=self._cache.dtype, where=image.path)
-            raise
 
     def _beside_the_tower(self, batch: _Encoded) -> AbstractContextManager[Any]:
         if batch.ready is None:

@@ -23,13 +23,17 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(SCALE_DTYPE).tiny
 
 
-def quantize(features: VisionFeatures, storage_dtype: str, *, where: str | None = None) -> QuantizedFeatures:
+def quantize(
+    features: VisionFeatures, storage_dtype: str, *, where: str | None = None, require_finite: bool = True
+) -> QuantizedFeatures:
     """The features in 8 bits; see the module's docstring for the error.
 
     Args:
         features: in any float dtype, on any device; not changed.
         storage_dtype: `float8_e4m3` or `int8`.
         where: names the image in the error.
+        require_finite: look at the numbers, which waits for a GPU. False where another does (cache.finite): what is
+            made of others is of no use.
 
     Returns:
         On the same device; the grid is shared.
@@ -39,8 +43,8 @@ def quantize(features: VisionFeatures, storage_dtype: str, *, where: str | None 
         KeyError: `storage_dtype` is neither.
     """
     dtype = QUANTIZED_DTYPES[storage_dtype]
-    embeds, embeds_scales = _quantize(features.image_embeds[None], dtype, where)
-    deepstack, deepstack_scales = _quantize(features.deepstack_features, dtype, where)
+    embeds, embeds_scales = _quantize(features.image_embeds[None], dtype, where, require_finite=require_finite)
+    deepstack, deepstack_scales = _quantize(features.deepstack_features, dtype, where, require_finite=require_finite)
     return QuantizedFeatures(
         embeds[0], deepstack, features.image_grid_thw, torch.cat([embeds_scales, deepstack_scales])
     )
@@ -60,7 +64,12 @@ def dequantize(features: QuantizedFeatures, dtype: torch.dtype) -> VisionFeature
 
 
 def to_storage(
-    features: StoredFeatures, storage_dtype: StorageDtype, dtype: str, *, where: str | None = None
+    features: StoredFeatures,
+    storage_dtype: StorageDtype,
+    dtype: str,
+    *,
+    where: str | None = None,
+    require_finite: bool = True,
 ) -> StoredFeatures:
     """Features as a cache of these settings stores them.
 
@@ -68,12 +77,15 @@ def to_storage(
         features: from the tower, or as another cache stores them.
         storage_dtype: see CacheConfig; `same` stores `dtype`.
         dtype: the tower's dtype, `bfloat16`, `float16` or `float32`.
+        require_finite: see `quantize`.
 
     Raises:
         DataError: see `quantize`.
     """
     restored = restore(features, getattr(torch, dtype))
-    return restored if storage_dtype == "same" else quantize(restored, storage_dtype, where=where)
+    if storage_dtype == "same":
+        return restored
+    return quantize(restored, storage_dtype, where=where, require_finite=require_finite)
 
 
 def restore(features: StoredFeatures, dtype: torch.dtype) -> VisionFeatures:
@@ -81,11 +93,13 @@ def restore(features: StoredFeatures, dtype: torch.dtype) -> VisionFeatures:
     return features if isinstance(features, VisionFeatures) else dequantize(features, dtype)
 
 
-def _quantize(values: torch.Tensor, dtype: torch.dtype, where: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(
+    values: torch.Tensor, dtype: torch.dtype, where: str | None, *, require_finite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(L, N, D) -> the same in `dtype`, and its scales (L, N)."""
     wide = values.to(torch.float32)
     absmax = wide.abs().amax(-1)
-    if not bool(torch.isfinite(absmax).all()):
+    if require_finite and not bool(torch.isfinite(absmax).all()):
         level, token = torch.nonzero(~torch.isfinite(absmax))[0].tolist()
         raise DataError(
             f"a feature is {absmax[level, token].item()} (token {token}), which 8 bits cannot hold",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -16,8 +15,8 @@ IMAGES, TOWER, DISK = "images", "tower", "disk"
 class Waits:
     """Seconds that were waited, by what for. Each name belongs to one thread at a time."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, *names: str) -> None:
+        self.seconds = dict.fromkeys(names, 0.0)
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:

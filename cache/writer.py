@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class CacheWriter:
             "write features", self._write, limit=min(WAITING_BYTES, int(WAITING_SHARE * shard_size))
         )
         self._committing = Stage[_OpenShard]("commit shards", self._commit, limit=1)
+        self._closing = 0.0
         self.committed_bytes = 0
         self.committed_images = 0
 
@@ -100,8 +102,8 @@ class CacheWriter:
 
     @property
     def waited(self) -> float:
-        """Seconds that `add` waited for the disk."""
-        return self._writing.waited
+        """Seconds that `add` and `commit` waited for the disk."""
+        return self._writing.waited + self._closing
 
     def commit(self) -> None:
         """Commit everything that was added, as one more shard where need be.
@@ -109,9 +111,13 @@ class CacheWriter:
         Raises:
             ResourceError: see `add`.
         """
-        self._writing.drain()
-        self._hand_over()
-        self._committing.drain()
+        started = time.perf_counter()
+        try:
+            self._writing.drain()
+            self._hand_over()
+            self._committing.drain()
+        finally:
+            self._closing += time.perf_counter() - started
 
     def _write(self, item: tuple[str, StoredFeatures, str]) -> None:
         key, features, digest = item

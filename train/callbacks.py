@@ -79,7 +79,8 @@ class LogLines(TrainerCallback):
         if self._lines_with_retries == TELLING and ALLOC_RETRIES in logs:
             logger.warning(
                 "the GPU's memory is as good as full: in %d log lines so far torch had to give memory back and ask for "
-                "it anew, for which the GPU waits; lower train.tokens_per_pack, or set it to auto",
+                "it anew, for which the GPU waits; lower train.tokens_per_pack, or set "
+                "train.gradient_checkpointing: true",
                 TELLING,
             )
 

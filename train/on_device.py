@@ -56,6 +56,10 @@ class Feeder:
         finally:
             self._copies.finish()
 
+    def forget(self) -> None:
+        """Free what was copied for a step that is not next after all, or not soon."""
+        self._next = None
+
     def _begun(self, step: Step) -> _Begun:
         """What the step's first pack needs; begun beside the step before, if that one knew of this."""
         known, self._next = self._next, None

@@ -77,7 +77,8 @@ class StepTrainer(Trainer):
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def get_train_dataloader(self) -> StepLoader:
-        """The loader of steps; each process has a dataset that knows its share."""
+        """The loader of steps; each process has a dataset that knows its share. Asked for once a training."""
+        self._ahead, self._in_training = OneAhead(), False
         return self._loader(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> StepLoader:
@@ -147,6 +148,7 @@ class StepTrainer(Trainer):
         """Weighted mean loss over the evaluation split, and generation metrics where they were asked for."""
         del ignore_keys
         self._in_training = False
+        self._feeder.forget()  # generating answers takes memory, too
         started = time.perf_counter()
         loader: Any = self.get_eval_dataloader(eval_dataset)
         stages = StageLosses(loader.dataset.stage_names, self.args.device)

@@ -91,8 +91,9 @@ def waits(trainer: StepTrainer, steps: int) -> tuple[Counter[str], int]:
             found["\n".join(f"    {f.filename}:{f.lineno} {f.name}: {f.line}" for f in frames[-6:])] += 1
 
     pinned = [trainer.train_dataset[0, n].pin_memory() for n in range(WARM_UP + steps)]
-    for step in pinned[:WARM_UP]:
-        trainer.training_step(trainer.model_wrapped, step)
+    coming = iter(pinned)
+    for _ in range(WARM_UP):
+        trainer.training_step(trainer.model_wrapped, trainer._ahead.take(coming))
     torch.cuda.synchronize()
     graphs = counters["stats"]["unique_graphs"]
     with warnings.catch_warnings():
@@ -100,8 +101,8 @@ def waits(trainer: StepTrainer, steps: int) -> tuple[Counter[str], int]:
         warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            for step in pinned[WARM_UP:]:
-                trainer.training_step(trainer.model_wrapped, step)
+            for _ in range(steps):
+                trainer.training_step(trainer.model_wrapped, trainer._ahead.take(coming))
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from cache.reader import FeatureCache
 from cache.split_images import SplitImage
 from cache.verify import verify_cache
 from cache.vision_tower import VisionTower
-from cache.waits import Waits
+from cache.waits import TOWER, Waits
 from cache.writer import CacheWriter
 from pipeline.config import PipelineConfig
 
@@ -131,7 +131,7 @@ def test_every_place_and_every_such_number_counts(tmp_path: Path, dtype: Any, va
         with (
             pytest.raises(DataError, match=f"level {level}"),
             CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 20) as writer,
-            CopyBack(writer, CacheConfig(dtype=dtype), Waits()) as results,
+            CopyBack(writer, CacheConfig(dtype=dtype), Waits(TOWER)) as results,
         ):
             results.add([listed], [features])
     assert committed_keys(tmp_path) == []
@@ -144,7 +144,7 @@ def test_the_largest_numbers_of_a_dtype_are_numbers(tmp_path: Path) -> None:
     listed = SplitImage("a.png", "0" * 64, (1, 2, 12), 1, 1)
     with (
         CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 20) as writer,
-        CopyBack(writer, CacheConfig(dtype="float16"), Waits()) as results,
+        CopyBack(writer, CacheConfig(dtype="float16"), Waits(TOWER)) as results,
     ):
         results.add([listed], [features])
     assert committed_keys(tmp_path) == ["0" * 64]

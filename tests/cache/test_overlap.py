@@ -12,11 +12,12 @@ import pytest
 from PIL import Image
 
 from cache.build import CacheBuilder
-from cache.copy_back import BATCHES_AHEAD
+from cache.copy_back import BATCHES_AHEAD, CopyBack
 from cache.features import StoredFeatures, VisionFeatures
 from cache.formats import FORMATS, SafetensorsFormat
 from cache.journal import find_journals
 from cache.progress import Silent
+from cache.split_images import SplitImage
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
 from pipeline.config import PipelineConfig
@@ -135,6 +136,35 @@ def test_what_is_in_flight_is_less_than_a_shard_when_large_batches_go_through_th
     assert len(in_flight.num_bytes) == 9
     assert max(in_flight.num_bytes) <= cache["shard_size"]
     assert len(committed_keys(builder.folder)) == 72
+
+
+def test_the_copy_of_an_image_is_begun_before_the_one_before_it_is_handed_on(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its small kernels wait for a place among the tower's while that one is hashed."""
+    seen: list[str] = []
+    begin, keep = CopyBack._begin, CopyBack._keep
+
+    def begun(self: CopyBack, image: SplitImage, features: VisionFeatures) -> Any:
+        seen.append(f"begin {image.path}")
+        return begin(self, image, features)
+
+    def kept(self: CopyBack, one: Any) -> None:
+        if one is not None:
+            seen.append(f"keep {one.image.path}")
+        keep(self, one)
+
+    monkeypatch.setattr(CopyBack, "_begin", begun)
+    monkeypatch.setattr(CopyBack, "_keep", kept)
+    images = draw_images(tmp_path / "images", 3)
+    for number, file in enumerate(images):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(file)
+    rows = write_rows(tmp_path / "train.jsonl", images)
+    builder_of(make_config({"train": str(rows)}, cache={"patches_per_batch": 4096})).run("train", Silent())
+
+    order = [entry.split()[1] for entry in seen if entry.startswith("begin")]
+    a, b, c = order
+    assert seen == [f"begin {a}", f"begin {b}", f"keep {a}", f"begin {c}", f"keep {b}", f"keep {c}"]
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -13,7 +13,7 @@ from cache.copy_back import CopyBack
 from cache.features import VisionFeatures
 from cache.formats import SafetensorsFormat
 from cache.split_images import SplitImage
-from cache.waits import Waits
+from cache.waits import TOWER, Waits
 from cache.writer import CacheWriter
 
 from .conftest import assert_same
@@ -38,7 +38,7 @@ def test_features_are_copied_back_when_they_are_there(tmp_path: Path) -> None:
     assert torch.cuda.current_device() == 0
     with (
         CacheWriter(tmp_path, SafetensorsFormat(), shard_size=1 << 30) as writer,
-        CopyBack(writer, CacheConfig(dtype="float32"), Waits()) as results,
+        CopyBack(writer, CacheConfig(dtype="float32"), Waits(TOWER)) as results,
     ):
         numbers = late(device, 3.0)
         results.add([image], [VisionFeatures(numbers, numbers[None], grid)])

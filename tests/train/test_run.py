@@ -18,7 +18,9 @@ from cache.progress import Silent
 from pipeline.config import PipelineConfig
 from train.config import TrainConfig
 from train.model import load_language_model
+from train.on_device import Feeder
 from train.run import run_training
+from train.step import Step
 
 from .conftest import Run, job_of, stop_in_step
 
@@ -60,6 +62,33 @@ def test_dropout_is_back_after_an_evaluation(run_cached: Callable[..., Run]) -> 
     between = run_cached("between", **settings, eval_split="val", eval_steps=2)
     assert between.losses() == without.losses()
     assert _same(between, without)
+
+
+def test_each_step_is_told_the_next_one_so_that_its_features_can_be_copied_early(
+    run_cached: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But at an epoch's start, where it is still being read, and at its end; also where it goes on in the middle."""
+    told: list[tuple[Step, Step | None]] = []
+    packs = Feeder.packs
+
+    def noted(self: Feeder, step: Step, following: Step | None = None) -> Any:
+        told.append((step, following))
+        return packs(self, step, following)
+
+    monkeypatch.setattr(Feeder, "packs", noted)
+    with pytest.raises(StoppedError):
+        run_cached("run", stop_at=3, **SETTINGS)
+    run_cached("run", **SETTINGS)
+
+    assert len(told) == STEPS
+    starts, ends = {0, 3, 8}, {7, 15}
+    for number, (_, following) in enumerate(told):
+        if number == 2:  # stopped behind it: the next one was there, and is read again
+            assert following is not None
+        elif number in starts | ends:
+            assert following is None
+        else:
+            assert following is told[number + 1][0]
 
 
 def test_resume_forgets_half_written_checkpoints_and_lines(run_cached: Callable[..., Run], tmp_path: Path) -> None:

@@ -136,4 +136,4 @@ def test_memory_that_is_full_again_and_again_is_told_once(caplog: pytest.LogCapt
             full = {"alloc_retries": 1.0} if number % 2 else {}
             lines.on_log(None, state, None, rates | full)  # type: ignore[arg-type]
             assert len(caplog.records) == (number >= 2 * TELLING - 1)
-    assert "lower train.tokens_per_pack, or set it to auto" in caplog.text
+    assert "lower train.tokens_per_pack, or set train.gradient_checkpointing: true" in caplog.text
