@@ -143,8 +143,10 @@ class Attempts:
 
     def _measure(self, step: Step) -> tuple[float, int]:
         try:
+            moments = self._moments()
             feeder = Feeder(self._device, self._tower)
             self._run(step, feeder)  # compiles
+            retries = _alloc_retries(self._device)
             seconds = self._run(step, feeder)
         except (torch.OutOfMemoryError, ResourceError):  # the latter where the tower runs
             return math.inf, 0
@@ -152,14 +154,19 @@ class Attempts:
             if "ALLOC_FAILED" not in str(error):  # cuBLAS's own word for it
                 raise
             return math.inf, 0
-        peak = torch.cuda.max_memory_allocated(self._device) + self._optimizer_bytes()
+        peak = torch.cuda.max_memory_allocated(self._device)
         total = torch.cuda.get_device_properties(self._device).total_memory
         limit = MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction(self._device)
-        return (seconds if peak <= limit else math.inf), peak
+        # A second run finds all memory that it needs, unless it lies in pieces too small: with rows of other lengths
+        # that would go on in every step.
+        fits = peak <= limit and _alloc_retries(self._device) == retries
+        del moments
+        return (seconds if fits else math.inf), peak
 
-    def _optimizer_bytes(self) -> int:
-        """Two moments in fp32, which are not there yet."""
-        return sum(8 * p.numel() for p in self._model.parameters() if p.requires_grad)
+    def _moments(self) -> torch.Tensor:
+        """As much memory as the optimizer will take: two moments in fp32."""
+        count = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        return torch.empty((2, count), dtype=torch.float32, device=self._device)
 
     def _run(self, step: Step, feeder: Feeder) -> float:
         torch.cuda.synchronize(self._device)
@@ -228,6 +235,11 @@ def write_calibration(folder: Path, made_for: dict[str, Any], trials: Sequence[T
     tried = [asdict(t) | {"seconds": t.seconds if math.isfinite(t.seconds) else None} for t in trials]
     content = {"chosen": tried[0], "made_for": made_for, "trials": tried}
     write_text(folder / CALIBRATION_FILE, json.dumps(content, indent=1))
+
+
+def _alloc_retries(device: torch.device) -> int:
+    """How often memory had to be given back and asked for anew."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def _clean(model: Any, device: torch.device) -> None:

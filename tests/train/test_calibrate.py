@@ -143,11 +143,13 @@ def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch:
         "get_device_properties": lambda _: SimpleNamespace(total_memory=2000),
         "get_per_process_memory_fraction": lambda _: 1.0,
         "empty_cache": lambda: None,
+        "memory_stats": lambda _: {},
     }
     for name, play in played.items():
         monkeypatch.setattr(torch.cuda, name, play)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(Attempts, "_run", lambda *_: 0.5)
+    monkeypatch.setattr(Attempts, "_moments", lambda _: None)
     monkeypatch.setattr(calibrate, "Feeder", lambda *_: None)
     steps: Any = lambda _: _Steps(step)  # noqa: E731
     device = torch.device("cuda")
@@ -156,29 +158,57 @@ def test_the_first_trial_does_not_count_what_loading_the_model_took(monkeypatch:
     assert attempts(2048, False) == Trial(2048, False, 0.5, 1000)
 
 
-def test_a_trial_runs_the_two_longest_rows_and_answers_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real computation, of rows whose time is their length."""
-    ran: list[int] = []
-    clock = [0.0]
+class _Gpu:
+    """One that is played: computing a row takes as long as it has tokens, and some memory.
 
-    def loss(_model: Any, pack: Any, _features: Any, **_: Any) -> torch.Tensor:
-        ran.append(pack.input_ids.shape[1])
-        clock[0] += ran[-1]
+    Attributes:
+        ran: the rows' lengths.
+        retries: how often memory had to be asked for anew, behind each row.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, retries: Sequence[int] = ()) -> None:
+        self.ran: list[int] = []
+        self._retries = [0, *retries]
+        monkeypatch.setattr(calibrate, "pack_loss", self._loss)
+        monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(sum(self.ran)))
+        monkeypatch.setattr("train.on_device.features_on", lambda _device, images, _tower: images)
+        played = {
+            "synchronize": lambda _: None,
+            "max_memory_allocated": lambda _: 500,
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=2000),
+            "get_per_process_memory_fraction": lambda _: 1.0,
+            "memory_stats": lambda _: {"num_alloc_retries": self._retries[min(len(self.ran), len(self._retries) - 1)]},
+        }
+        for name, play in played.items():
+            monkeypatch.setattr(torch.cuda, name, play)
+
+    def _loss(self, _model: Any, pack: Any, _features: Any, **_: Any) -> torch.Tensor:
+        self.ran.append(pack.input_ids.shape[1])
         return torch.zeros((), requires_grad=True)
 
-    monkeypatch.setattr(calibrate, "pack_loss", loss)
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr("train.on_device.features_on", lambda _device, images, _tower: images)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 500)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2000))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    steps = _Steps(_step(100, 300, 200, 400))
-    attempts = Attempts(_Layers(), lambda _: steps, (0, 0), device=torch.device("cpu"), autocast=contextlib.nullcontext)  # type: ignore[arg-type, return-value]
+    def try_out(self, steps: Any) -> Trial:
+        device = torch.device("cpu")
+        attempts = Attempts(_Layers(), lambda _: steps, (0, 0), device=device, autocast=contextlib.nullcontext)
+        return attempts(400, False)
 
-    assert attempts(400, False) == Trial(400, False, pytest.approx(1000), 500)
-    assert ran == [400, 300] * 2
+
+def test_a_trial_runs_the_two_longest_rows_and_answers_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch)
+    steps = _Steps(_step(100, 300, 200, 400))
+
+    assert gpu.try_out(steps) == Trial(400, False, pytest.approx(1000), 500)
+    assert gpu.ran == [400, 300] * 2
     assert steps.images == ["d", "b"], "those of the other rows are not read"
+
+
+@pytest.mark.parametrize(("retries", "fits"), [([3, 9, 9, 9], True), ([0, 0, 0, 1], False)])
+def test_what_asks_for_memory_anew_once_it_has_run_does_not_fit(
+    retries: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first run memory finds its form."""
+    trial = _Gpu(monkeypatch, retries).try_out(_Steps(_step(300, 400)))
+
+    assert math.isfinite(trial.seconds) == fits
 
 
 @dataclass(frozen=True)
