@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+HANDOVER = 0.0005  # seconds
+
+
+@contextlib.contextmanager
+def quick_handovers() -> Iterator[None]:
+    """A thread that waits for the interpreter has it ten times sooner than by default (5 ms).
+
+    The threads here need it for moments, many times an item, between calls that let go of it; the one that drives a GPU
+    needs it for long stretches.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(HANDOVER)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Stage(Generic[T]):

@@ -7,12 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cache.background import quick_handovers
 from cache.bad_records import list_rejected, reject_images
 from cache.batches import batches, in_batch_order
 from cache.checkpoint import VisionWeights, load_hf_config
@@ -36,60 +37,13 @@ from cache.salvage import take_up
 from cache.scan_note import ScanNote
 from cache.split_files import load_refused, save_refused, save_split
 from cache.split_images import RefusedImage, SplitImages
+from cache.summary import Summary
 from cache.vision_tower import VisionTower, resolve_device
 from cache.waits import DISK, IMAGES, TOWER, Waits
 from cache.writer import CacheWriter
 
 ShouldStop = Callable[[], bool]
 _Encoder = Callable[[list[Pixels]], list[VisionFeatures]]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a run of the cache stage did.
-
-    Attributes:
-        distinct_images, image_tokens: of the whole split.
-        recovered_images: taken up from shards that a killed run had not finished (cache.salvage); not encoded again.
-        encoded_images, written_bytes, seconds: of this run; the seconds are those of encoding and writing.
-        waited: of these seconds, how many one stage waited for another: `images` from the decoding processes, the
-            `tower`, the `disk`. They overlap; what is waited for most sets the rate.
-        rejected: the split's, as far as this part and those that ended before it know.
-    """
-
-    split: str
-    folder: Path
-    num_records: int
-    distinct_images: int
-    image_tokens: int
-    recovered_images: int
-    encoded_images: int
-    written_bytes: int
-    seconds: float
-    waited: dict[str, float]
-    rejected: list[Rejection]
-
-    @property
-    def images_per_second(self) -> float:
-        """Rate of this run."""
-        return self.encoded_images / self.seconds if self.seconds > 0 else 0.0
-
-    def figures(self) -> dict[str, Any]:
-        """Everything but the rejected records, for a JSON file."""
-        return {
-            "split": self.split,
-            "cache": str(self.folder),
-            "num_records": self.num_records,
-            "num_rejected": len(self.rejected),
-            "distinct_images": self.distinct_images,
-            "image_tokens": self.image_tokens,
-            "recovered_images": self.recovered_images,
-            "encoded_images": self.encoded_images,
-            "written_bytes": self.written_bytes,
-            "seconds": round(self.seconds, 3),
-            "images_per_second": round(self.images_per_second, 3),
-            "waited": {name: round(seconds, 3) for name, seconds in self.waited.items()},
-        }
 
 
 class CacheBuilder:
@@ -192,6 +146,7 @@ class CacheBuilder:
         shard_format, size = FORMATS[self._cache.format], self._cache.shard_size
         waits = Waits(IMAGES, TOWER)
         with (
+            quick_handovers(),
             CacheWriter(self.folder, shard_format, shard_size=size, num_entries=len(plan.todo)) as writer,
             CopyBack(writer, self._cache, waits) as results,
         ):

@@ -9,9 +9,9 @@ from statistics import mean
 from typing import Any
 
 from cache.atomic import write_text
-from cache.build import Summary
 from cache.parts import WHOLE, Part
 from cache.rates import keep_better_rate
+from cache.summary import Summary
 from cache.waits import IMAGES
 from pipeline.config import PipelineConfig
 

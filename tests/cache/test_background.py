@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
 import pytest
 
-from cache.background import Stage
+from cache.background import HANDOVER, Stage, quick_handovers
 
 
 def test_everything_is_done_in_order() -> None:
@@ -99,3 +100,16 @@ def test_the_thread_ends_and_none_is_started_for_nothing() -> None:
     stage.put(1)
     stage.close()
     assert threading.active_count() == before
+
+
+def test_handovers_are_quick_for_as_long_as_it_is_asked() -> None:
+    before = sys.getswitchinterval()
+
+    def fail() -> None:
+        with quick_handovers():
+            assert sys.getswitchinterval() == pytest.approx(HANDOVER)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert sys.getswitchinterval() == before
