@@ -82,5 +82,6 @@ def _waited(figures: dict[str, Any], num_workers: int) -> list[str]:
         return []
     shares = {what: seconds / figures["seconds"] for what, seconds in figures["waited"].items()}
     told = ", ".join(f"{what} {share:.0%}" for what, share in shares.items())
-    advice = f"; more cache.num_workers than {num_workers} may help" if shares[IMAGES] > MUCH else ""
+    decoding = shares[IMAGES] > MUCH and shares[IMAGES] == max(shares.values())
+    advice = f"; more cache.num_workers than {num_workers} may help" if decoding else ""
     return [f"  waited for       {told} of the time{advice}"]
