@@ -1,12 +1,12 @@
-"""What a cache folder says about itself: the manifest, an index a shard, an image list a split. All JSON, all checked.
+"""What a cache folder says about itself: the manifest, and an index for each shard. All JSON, all checked.
 
 Layout of `<cache.dir>/<fingerprint>/` (docs/cache-format.md is the specification):
     manifest.json           what made the features, and their shape
     entries.index           all entries of all shards, to open faster (cache.index_file); may be missing or old
     shards/NAME.SUFFIX      features
     shards/NAME.json        index of that shard; written after it, so a shard without an index does not count
-    splits/SPLIT.json       the images of a split: path -> key
-    refused/KEY.json        an image that a part of several could not decode
+    splits/SPLIT.json       the images of a split: path -> key (cache.split_files)
+    refused/KEY.json        an image that a part of several could not decode (cache.split_files)
 """
 
 from __future__ import annotations
