@@ -26,6 +26,7 @@ from cache.vision_tower import VisionTower
 from train.loss import pack_loss
 from train.on_device import Feeder
 from train.pack import Pack
+from train.recompute import recomputing
 from train.step import Step
 from train.step_dataset import CutStep, StepDataset
 
@@ -190,16 +191,6 @@ def longest_rows(step: CutStep) -> tuple[CutStep, float]:
 
 def _tokens(pack: Pack) -> int:
     return pack.input_ids.shape[1]
-
-
-def recomputing(model: Any, wanted: bool) -> None:
-    """Turn activation checkpointing on or off, as Trainer does."""
-    # transformers renamed these within the range of versions that is supported.
-    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-    if wanted:
-        getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
-    else:
-        getattr(model, f"{name}_disable")()
 
 
 def slowest_process(seconds: float, device: torch.device) -> float:

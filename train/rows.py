@@ -18,7 +18,6 @@ from train.calibrate import (
     choose,
     describe,
     read_calibration,
-    recomputing,
     slowest_process,
     write_calibration,
 )
@@ -50,7 +49,7 @@ def with_rows_that_fit(
     """The settings with `tokens_per_pack` and `gradient_checkpointing` decided.
 
     Args:
-        model: a PEFT model, ready for training.
+        model: a PEFT model, ready for training; trials leave it with activation checkpointing or without.
         steps: the training steps of this process under some settings.
         folder: the run folder; keeps the choice, so that a resumed run need not make it again.
         settings: everything that decides the result; another run in the same folder calibrates anew.
@@ -102,7 +101,6 @@ def _calibrate(
     # Every process has the same trials: those of the slowest.
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         write_calibration(folder, made_for, trials)
-    recomputing(model, trials[0].gradient_checkpointing)  # the last trial may have left it otherwise
     return trials[0]
 
 

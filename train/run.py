@@ -28,6 +28,7 @@ from train.inputs import Inputs, load_tower
 from train.job import Job
 from train.lora import add_lora, continue_lora
 from train.model import autocast, load_language_model, prepare_for_training, training_device
+from train.recompute import recomputing
 from train.rows import with_rows_that_fit
 from train.run_folder import ADAPTER, CONFIG_FILE, open_run, save_folder, write_run
 from train.sharding import is_sharded
@@ -175,6 +176,7 @@ def _make_trainer(job: Job, data: _Data, rows: str, arguments: Any, stop: Traine
         tower=tower,
         world_size=arguments.world_size,
     )
+    recomputing(model, config.gradient_checkpointing or False)
     held_out = data.held_out
     trainer = StepTrainer(
         model,

@@ -19,7 +19,6 @@ from tests.benchmarks.device_clock import clean, forget_peak, milliseconds, peak
 from tests.benchmarks.kept_rows import DOES_NOT_FIT, Row
 from tests.benchmarks.kernel_profile import profiled
 from tests.benchmarks.train_command import pipeline, train_anew
-from train.calibrate import recomputing
 from train.config import TrainConfig
 from train.features import features_on
 from train.inputs import Inputs
@@ -28,6 +27,7 @@ from train.lora import add_lora
 from train.loss import pack_loss
 from train.model import autocast, load_language_model, prepare_for_training, training_device
 from train.pack import Pack
+from train.recompute import recomputing
 from train.rows import with_rows_that_fit
 from train.step_dataset import StepDataset
 from train.throughput import ALLOC_RETRIES

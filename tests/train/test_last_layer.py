@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from cache.config import ModelConfig
 from cache.features import VisionFeatures
 from cache.records import ImageRef
-from train.calibrate import recomputing
 from train.chat import EncodedText
 from train.config import LoraConfig, TrainConfig
 from train.lora import add_lora
@@ -21,6 +20,7 @@ from train.loss import pack_logits, pack_loss
 from train.model import load_language_model
 from train.pack import Pack, build_pack
 from train.prefix_tree import sharing_order, symbols_of
+from train.recompute import recomputing
 from train.sample import SampleImage, make_sample
 
 MERGE, GRID = 2, (1, 4, 6)

@@ -90,16 +90,13 @@ def test_a_cpu_is_not_tried(settle: Callable[..., tuple[TrainConfig, Layers]]) -
     assert (config.tokens_per_pack, config.gradient_checkpointing) == (8192, False)
 
 
-def test_the_fastest_trial_is_taken_kept_and_the_model_left_as_it_wants(
-    settle: Callable[..., tuple[TrainConfig, Layers]], tmp_path: Path
-) -> None:
-    config, model = settle(TrainConfig())
+def test_the_fastest_trial_is_taken_and_kept(settle: Callable[..., tuple[TrainConfig, Layers]], tmp_path: Path) -> None:
+    config, _ = settle(TrainConfig())
     again, _ = settle(TrainConfig())
     trials = json.loads((tmp_path / "calibration.json").read_text())["trials"]
 
     assert (config.tokens_per_pack, config.gradient_checkpointing) == (3072, False)
     assert {t["gradient_checkpointing"] for t in trials} == {False, True}
-    assert model.recomputes is False  # though trials with checkpointing came last
     assert again == config
 
 
