@@ -85,6 +85,16 @@ class Stage(Generic[T]):
             self._waiting.append((item, weight))
             self._changed.notify_all()
 
+    @property
+    def unfinished(self) -> int:
+        """The weight of all that is not done yet."""
+        return self._unfinished
+
+    def check(self) -> None:
+        """Raise what `work` raised, unless it was raised already."""
+        with self._changed:
+            self._raise_error()
+
     def drain(self) -> None:
         """Wait until everything is done.
 

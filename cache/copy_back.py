@@ -18,10 +18,10 @@ from cache.finite import finite_levels, require_finite
 from cache.quantize import to_storage
 from cache.split_images import SplitImage
 from cache.waits import TOWER, Waits
-from cache.writer import WAITING_SHARE, CacheWriter
+from cache.writer import HELD_BACK, CacheWriter
 
 BATCHES_AHEAD = 2  # the tower needs one queued behind the one that it runs
-IN_FLIGHT = 1 - WAITING_SHARE  # of a shard's bytes; the rest is the writer's
+IN_FLIGHT = 1 - HELD_BACK  # of a shard's bytes; the rest is the writer's
 
 
 @dataclass(frozen=True, slots=True)

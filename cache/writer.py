@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
+import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from cache.atomic import full_disk_named, put_in_place, temporary_beside
-from cache.background import Stage
 from cache.errors import PipelineError, StoppedError
 from cache.features import StoredFeatures
 from cache.formats import ShardFormat
-from cache.formats.base import NewShard, checksum, file_checksum
+from cache.formats.base import checksum
 from cache.index import update_index_file
-from cache.journal import Journal
-from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shard_index
+from cache.manifest import ShardIndex
+from cache.shard_stream import WAITING_SHARE, ShardStream
 
-# Features that wait to be written, in bytes, and as a share of a shard's; or one image. What holds more back while the
-# disk pauses is cache.copy_back.
-WAITING_BYTES, WAITING_SHARE = 64 << 20, 1 / 32
-_ROOM_SHARE = 1.25  # images differ in size: room for somewhat more entries than there are of the first one's size
-_SMALL_ENTRY = 1 << 20
-_MAX_ENTRIES = 8192  # a header with room for more would be megabytes at every opening
-
-
-@dataclass(slots=True)
-class _OpenShard:
-    """A shard that is being filled."""
-
-    path: Path
-    temporary: Path
-    file: NewShard
-    journal: Journal
-    num_bytes: int = 0
-    entries: list[IndexEntry] = field(default_factory=list)
+# A thread copies some 2 GB a second into a file, less than a fast tower computes, and the kernel lets one at a time
+# into a file. Small entries all go the first way, or a small cache would have two shards.
+STREAMS, LARGE_ENTRY = 2, 4 << 20
+HELD_BACK = STREAMS * WAITING_SHARE  # at most, as a share of a shard's bytes; or an image for each stream
 
 
 class CacheWriter:
@@ -45,9 +28,7 @@ class CacheWriter:
     A shard counts once its index is there, and the index is written last. Names carry a random part, so writers that
     know nothing of each other never meet. Leaving the `with` block commits what was added, whatever ended the block.
 
-    One thread writes entries into the shard in hand as they are added, another one hashes, flushes and commits the
-    shard before it: at most one at a time. An entry is held in memory until it is in the shard's file, and no longer.
-    From then on it outlives a SIGKILL: a journal beside the file tells where it lies (cache.salvage).
+    Entries are written and shards committed in threads (cache.shard_stream), large entries into two shards at once.
 
     Args:
         num_entries: how many will be added at most, where it is known. Then small shards stay small.
@@ -60,13 +41,12 @@ class CacheWriter:
     def __init__(
         self, folder: Path, shard_format: ShardFormat, *, shard_size: int, num_entries: int | None = None
     ) -> None:
-        self.folder, self._format, self._shard_size = folder, shard_format, shard_size
-        self._expected = num_entries
-        self._open: _OpenShard | None = None
-        self._writing = Stage[tuple[str, StoredFeatures, str]](
-            "write features", self._write, limit=min(WAITING_BYTES, int(WAITING_SHARE * shard_size))
-        )
-        self._committing = Stage[_OpenShard]("commit shards", self._commit, limit=1)
+        self.folder = folder
+        self._streams = [
+            ShardStream(folder, shard_format, shard_size=shard_size, num_entries=num_entries, committed=self._count)
+            for _ in range(STREAMS)
+        ]
+        self._counting = threading.Lock()
         self._closing = 0.0
         self.committed_bytes = 0
         self.committed_images = 0
@@ -85,9 +65,8 @@ class CacheWriter:
                 raise
             error.add_note(f"What was held in memory could not be written either: {failure}")
         finally:
-            self._writing.close()
-            self._committing.close()
-            self._give_up()
+            for stream in self._streams:
+                stream.close()
             update_index_file(self.folder)
 
     def add(self, key: str, features: StoredFeatures) -> None:
@@ -97,13 +76,16 @@ class CacheWriter:
             ResourceError: the disk is full: an entry that was added before could not be written. What was committed is
                 intact, what was not is given up.
         """
-        # In the calling thread: it and the writing thread share the work.
-        self._writing.put((key, features, checksum(features)), features.num_bytes)
+        for stream in self._streams:
+            stream.check()
+        digest = checksum(features)  # in the calling thread: it and the writing threads share the work
+        ways = self._streams if features.num_bytes >= LARGE_ENTRY else self._streams[:1]
+        min(ways, key=lambda stream: stream.waiting).add(key, features, digest)
 
     @property
     def waited(self) -> float:
         """Seconds that `add` and `commit` waited for the disk."""
-        return self._writing.waited + self._closing
+        return self._closing + sum(stream.waited for stream in self._streams)
 
     def commit(self) -> None:
         """Commit everything that was added, as one more shard where need be.
@@ -113,104 +95,23 @@ class CacheWriter:
         """
         started = time.perf_counter()
         try:
-            self._writing.drain()
-            self._hand_over()
-            self._committing.drain()
+            _all([stream.finish_shard for stream in self._streams] + [stream.drain for stream in self._streams])
         finally:
             self._closing += time.perf_counter() - started
 
-    def _write(self, item: tuple[str, StoredFeatures, str]) -> None:
-        key, features, digest = item
-        if self._open is not None and not self._open.file.has_room(features):
-            self._hand_over()
-        shard = self._open or self._begin(features)
+    def _count(self, shard: ShardIndex) -> None:
+        with self._counting:
+            self.committed_bytes += shard.num_bytes
+            self.committed_images += len(shard.entries)
+
+
+def _all(calls: list[Callable[[], None]]) -> None:
+    """Make all calls, whatever comes of them; raises the first error."""
+    errors = []
+    for call in calls:
         try:
-            with full_disk_named(shard.path):
-                offsets = shard.file.append(key, features)
-                entry = IndexEntry(key=key, image_grid_thw=_grid(features), checksum=digest)
-                shard.journal.add(entry, features, offsets)
-        except BaseException:
-            self._give_up()
-            raise
-        shard.entries.append(entry)
-        shard.num_bytes += features.num_bytes
-        if shard.num_bytes >= self._shard_size:
-            self._hand_over()
-
-    def _begin(self, first: StoredFeatures) -> _OpenShard:
-        """A new shard, with room for about as many entries like the first one as fill it, or as small ones."""
-        like_first = int(_ROOM_SHARE * self._shard_size / max(first.num_bytes, 1)) + 1
-        room = min(max(like_first, self._shard_size // _SMALL_ENTRY), _MAX_ENTRIES)
-        if self._expected is not None:
-            room = max(1, min(room, self._expected))
-        path = self.folder / SHARDS / f"shard-{secrets.token_hex(8)}{self._format.suffix}"
-        temporary = temporary_beside(path)
-        try:
-            with full_disk_named(path):
-                file = self._format.create(temporary, room)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._open = _OpenShard(path, temporary, file, Journal(temporary))
-        return self._open
-
-    def _hand_over(self) -> None:
-        """Let the shard in hand be committed; waits until the one before it is."""
-        if self._open is None:
-            return
-        if self._expected is not None:
-            self._expected -= len(self._open.entries)
-        try:
-            self._committing.put(self._open)
-        except BaseException:
-            self._give_up()
-            raise
-        self._open = None
-
-    def _give_up(self) -> None:
-        """Leave nothing of the shard in hand: it is neither tried again nor does it hold space."""
-        shard, self._open = self._open, None
-        if shard is not None:
-            with suppress(OSError):  # a full disk is told at the close once more
-                shard.file.abandon()
-            shard.temporary.unlink(missing_ok=True)
-            shard.journal.remove()
-
-    def _commit(self, shard: _OpenShard) -> None:
-        try:
-            whole = self._put_in_place(shard)
-            self._list(shard, whole)
-        except BaseException:
-            if not index_file(self.folder, shard.path.name).exists():
-                shard.path.unlink(missing_ok=True)  # it does not count, and would hold its space for ever
-            raise
-        finally:
-            shard.journal.remove()  # until the index is there, only the journal says what is in the shard
-
-    def _put_in_place(self, shard: _OpenShard) -> str:
-        """Finish the shard and give it its name; returns its checksum."""
-        try:
-            with full_disk_named(shard.path):
-                try:
-                    shard.file.finish()
-                except BaseException:
-                    shard.file.abandon()
-                    raise
-                whole = file_checksum(shard.temporary)
-                put_in_place(shard.temporary, shard.path)
-        finally:
-            shard.temporary.unlink(missing_ok=True)
-        return whole
-
-    def _list(self, shard: _OpenShard, whole: str) -> None:
-        """Write the index: from now on the shard's entries count."""
-        size = shard.path.stat().st_size
-        index = ShardIndex(shard=shard.path.name, num_bytes=size, checksum=whole, entries=shard.entries)
-        save_shard_index(self.folder, index)
-        self.committed_bytes += size
-        self.committed_images += len(shard.entries)
-
-
-def _grid(features: StoredFeatures) -> tuple[int, int, int]:
-    t, h, w = (int(n) for n in features.image_grid_thw)
-    return t, h, w
+            call()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cache import writer
 from cache.atomic import TEMPORARY_MARK
 from cache.manifest import SHARDS
 from cache.reader import FeatureCache
@@ -245,6 +246,15 @@ def full_at_some_of_all(
 )
 def test_a_disk_that_fills_up_at_some_writes(tmp_path: Path, make_config: Any, name: str, shard_format: str) -> None:
     full_at_some_of_all(tmp_path, make_config, name, shard_format, lambda n: random.Random(0).sample(range(1, n), 2))
+
+
+def test_a_disk_that_fills_up_while_two_shards_are_written(
+    tmp_path: Path, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LARGE_ENTRY", 0)
+    full_at_some_of_all(
+        tmp_path, make_config, "cache", "safetensors", lambda n: random.Random(1).sample(range(1, n), 4)
+    )
 
 
 @pytest.mark.soak

@@ -107,7 +107,8 @@ def unfinished(tmp_path: Path, name: str) -> tuple[Path, list[Path]]:
     writer = CacheWriter(folder, FORMATS[name], shard_size=1 << 30)
     for key, features in zip(KEYS, FEATURES, strict=True):
         writer.add(key, features)
-    writer._writing.drain()  # the entries are in the file; nothing is committed
+    for stream in writer._streams:  # the entries are in the file; nothing is committed
+        stream._writing.drain()
     kept = tmp_path / "kept"
     shutil.copytree(folder / "shards", kept)
     with writer:

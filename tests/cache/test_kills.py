@@ -22,12 +22,13 @@ import torch
 import yaml
 from PIL import Image
 
+from cache import writer
 from cache.copy_back import BATCHES_AHEAD, IN_FLIGHT
 from cache.features import StoredFeatures
 from cache.progress import Silent
 from cache.reader import FeatureCache
+from cache.shard_stream import WAITING_SHARE
 from cache.vision_tower import VisionTower
-from cache.writer import WAITING_SHARE
 from pipeline.config import PipelineConfig
 
 from .conftest import SILENT, builder_of, committed_keys, write_rows
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CONSOLE_SCRIPT = Path(sys.executable).with_name("pipeline")
 IMAGES = 24
 # What is different from run to run: how shards are written, whether other processes decode, images at once.
+AS_LARGE = "as large entries"
 VARIANTS: dict[str, dict[str, Any]] = {
     "safetensors": {},
     "safetensors, batches": {"patches_per_batch": 64},
@@ -45,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "webdataset": {"format": "webdataset"},
     "webdataset, a worker, batches": {"format": "webdataset", "num_workers": 1, "patches_per_batch": 64},
     "hdf5": {"format": "hdf5"},
+    f"safetensors, {AS_LARGE}": {},
     "hdf5, a worker, batches": {"format": "hdf5", "num_workers": 1, "patches_per_batch": 64},
 }
 
@@ -82,7 +85,8 @@ def on_the_way(whole: FeatureCache, config: PipelineConfig) -> int:
     """
     batch, size = most_in_a_batch(whole, config), min(stored_sizes(whole))
     copied = min(BATCHES_AHEAD * batch, max(batch, int(IN_FLIGHT * config.cache.shard_size * 2 / 3) // size))
-    return batch + copied + max(1, int(WAITING_SHARE * config.cache.shard_size) // size)
+    streams = writer.STREAMS if size >= writer.LARGE_ENTRY else 1
+    return batch + copied + streams * max(1, int(WAITING_SHARE * config.cache.shard_size) // size)
 
 
 def killed_after(config: PipelineConfig, seconds: float, encoded: Path) -> bool:
@@ -148,7 +152,16 @@ def kills_over_whole_runs(tmp_path: Path, make_config: Any, variant: str, kills:
         shutil.rmtree(this.cache_dir)
 
 
-@pytest.mark.parametrize("variant", ["safetensors", "webdataset, a worker, batches", "hdf5"])
+@pytest.fixture(autouse=True)
+def written_as_large_entries_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into two shards at once."""
+    if AS_LARGE in request.node.callspec.params["variant"]:
+        monkeypatch.setattr(writer, "LARGE_ENTRY", 0)
+
+
+@pytest.mark.parametrize(
+    "variant", ["safetensors", "webdataset, a worker, batches", "hdf5", f"safetensors, {AS_LARGE}"]
+)
 def test_some_kills_over_whole_runs(tmp_path: Path, make_config: Any, variant: str) -> None:
     kills_over_whole_runs(tmp_path, make_config, variant, 3, seed=5)
 

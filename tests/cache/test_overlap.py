@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from cache import writer
 from cache.build import CacheBuilder
 from cache.copy_back import BATCHES_AHEAD, CopyBack
 from cache.features import StoredFeatures, VisionFeatures
 from cache.formats import FORMATS, SafetensorsFormat
 from cache.journal import find_journals
+from cache.manifest import load_shard_indexes
 from cache.progress import Silent
+from cache.shard_stream import ShardStream
 from cache.split_images import SplitImage
 from cache.vision_tower import VisionTower
 from cache.writer import CacheWriter
@@ -173,14 +176,14 @@ def test_a_shard_is_filled_while_the_one_before_is_committed(
 ) -> None:
     """One is committed at a time; a third does not begin to count while the first is not done."""
     hold, committing = threading.Event(), []
-    commit = CacheWriter._commit
+    commit = ShardStream._commit
 
-    def slow(self: CacheWriter, shard: Any) -> None:
+    def slow(self: ShardStream, shard: Any) -> None:
         committing.append(shard)
         assert hold.wait(60)
         commit(self, shard)
 
-    monkeypatch.setattr(CacheWriter, "_commit", slow)
+    monkeypatch.setattr(ShardStream, "_commit", slow)
     (tmp_path / "shards").mkdir()
     features = [random_features(n) for n in range(3)]
     size = features[0].num_bytes
@@ -206,6 +209,76 @@ def test_a_shard_is_filled_while_the_one_before_is_committed(
     thread.join()
     assert len(committing) == 3
     assert len(committed_keys(tmp_path)) == 3
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries go into two shards at once, as those of full-resolution images do."""
+    monkeypatch.setattr(writer, "LARGE_ENTRY", 0)
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_large_entries_are_written_into_two_shards_at_once(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one entry is being written, the next one goes into another shard; the third waits."""
+    hold, at_work = threading.Event(), set()
+    write = ShardStream._write
+
+    def slow(self: ShardStream, item: Any) -> None:
+        at_work.add(threading.get_ident())
+        assert hold.wait(60)
+        write(self, item)
+
+    monkeypatch.setattr(ShardStream, "_write", slow)
+    (tmp_path / "shards").mkdir()
+    entries = {f"{n:064x}": random_features(n) for n in range(7)}
+
+    def add() -> None:
+        with CacheWriter(tmp_path, FORMATS[form], shard_size=2 * random_features(0).num_bytes) as made:
+            for key, features in entries.items():
+                made.add(key, features)
+                added.append(key)
+
+    added: list[str] = []
+    thread = threading.Thread(target=add)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while len(at_work) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(added) == 2
+    hold.set()
+    thread.join()
+    assert committed_keys(tmp_path) == sorted(entries)
+    assert len(load_shard_indexes(tmp_path)) in (4, 5)
+    assert not find_journals(tmp_path)
+
+
+@pytest.mark.usefixtures("all_are_large")
+def test_an_error_of_either_way_is_told_at_the_next_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the other one has is kept."""
+    write, broken = ShardStream._write, threading.Event()
+
+    def one_breaks(self: ShardStream, item: Any) -> None:
+        if item[0] == f"{1:064x}":
+            broken.set()
+            raise OSError(5, "Input/output error")
+        assert broken.wait(60)
+        write(self, item)
+
+    monkeypatch.setattr(ShardStream, "_write", one_breaks)
+    (tmp_path / "shards").mkdir()
+    with CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 30) as made:
+        made.add(f"{0:064x}", random_features(0))
+        made.add(f"{1:064x}", random_features(1))
+        made._streams[1]._writing.close()
+        with pytest.raises(OSError, match="Input/output"):
+            made.add(f"{2:064x}", random_features(2))
+    assert committed_keys(tmp_path) == [f"{0:064x}"]
+    assert not find_journals(tmp_path)
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))

@@ -172,14 +172,15 @@ def test_a_shard_that_had_its_name_but_no_index_yet(folder: Path) -> None:
     writer = CacheWriter(folder, FORMATS[load_manifest(folder).format], shard_size=LARGE)
     for key, features in entries.items():
         writer.add(key, features)
-    writer._writing.drain()
-    shard = writer._open
+    stream = writer._streams[0]
+    stream._writing.drain()
+    shard = stream._open
     assert shard is not None
-    writer._put_in_place(shard)  # and then the kill
+    stream._put_in_place(shard)  # and then the kill
     assert shard.path.exists()
     assert not shard.temporary.exists()
     os.utime(shard.path, (0, 0))
-    assert set_damaged_aside(folder, writer._format, LARGE, SILENT).moved == []
+    assert set_damaged_aside(folder, stream._format, LARGE, SILENT).moved == []
     assert recover(folder, todo_of(entries)) == []
     assert_holds(folder, entries)
 
@@ -359,7 +360,8 @@ def test_beside_a_writer_that_is_alive(folder: Path) -> None:
     with CacheWriter(folder, FORMATS[load_manifest(folder).format], shard_size=LARGE) as alive:
         for key, features in first.items():
             alive.add(key, features)
-        alive._writing.drain()
+        for stream in alive._streams:
+            stream._writing.drain()
         before = snapshot(folder)
         assert recover(folder, todo_of(entries)) == keys(4)[3:]
         assert before.items() <= snapshot(folder).items()
