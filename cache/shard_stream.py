@@ -60,7 +60,7 @@ class ShardStream:
         self._folder, self._format, self._shard_size = folder, shard_format, shard_size
         self._expected, self._committed = num_entries, committed
         self._open: _OpenShard | None = None
-        self._writing = Stage[tuple[str, StoredFeatures, str]](
+        self._writing = Stage[tuple[str, StoredFeatures, str] | None](
             "write features", self._write, limit=min(WAITING_BYTES, int(WAITING_SHARE * shard_size))
         )
         self._committing = Stage[_OpenShard]("commit shards", self._commit, limit=1)
@@ -83,6 +83,10 @@ class ShardStream:
         """Take one entry; waits while too much waits. Raises as `CacheWriter.add` does."""
         self._writing.put((key, features, digest), features.num_bytes)
 
+    def let_go(self) -> None:
+        """Let the shard in hand be committed when what was added is in it, however little; waits as `add` does."""
+        self._writing.put(None, 0)
+
     def finish_shard(self) -> None:
         """Wait until all entries are written, and let the shard in hand be committed."""
         self._writing.drain()
@@ -98,7 +102,10 @@ class ShardStream:
         self._committing.close()
         self._give_up()
 
-    def _write(self, item: tuple[str, StoredFeatures, str]) -> None:
+    def _write(self, item: tuple[str, StoredFeatures, str] | None) -> None:
+        if item is None:
+            self._hand_over()
+            return
         key, features, digest = item
         if self._open is not None and not self._open.file.has_room(features):
             self._hand_over()

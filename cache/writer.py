@@ -46,6 +46,8 @@ class CacheWriter:
             ShardStream(folder, shard_format, shard_size=shard_size, num_entries=num_entries, committed=self._count)
             for _ in range(STREAMS)
         ]
+        self._shard_size = shard_size
+        self._unused = dict.fromkeys(self._streams, 0)  # bytes that went another way since, least recently used first
         self._counting = threading.Lock()
         self._closing = 0.0
         self.committed_bytes = 0
@@ -79,8 +81,21 @@ class CacheWriter:
         for stream in self._streams:
             stream.check()
         digest = checksum(features)  # in the calling thread: it and the writing threads share the work
-        ways = self._streams if features.num_bytes >= LARGE_ENTRY else self._streams[:1]
-        min(ways, key=lambda stream: stream.waiting).add(key, features, digest)
+        stream = self._streams[0]
+        if features.num_bytes >= LARGE_ENTRY:
+            stream = min(self._unused, key=lambda one: one.waiting)  # of several, the one that was used least recently
+        stream.add(key, features, digest)
+        self._let_go_of_what_is_unused(stream, features.num_bytes)
+
+    def _let_go_of_what_is_unused(self, used: ShardStream, num_bytes: int) -> None:
+        """No shard stays open for longer than another one takes to fill: what is in it would count hours later."""
+        del self._unused[used]
+        for stream in self._unused:
+            self._unused[stream] += num_bytes
+            if self._unused[stream] >= self._shard_size:
+                stream.let_go()
+                self._unused[stream] = 0
+        self._unused[used] = 0
 
     @property
     def waited(self) -> float:

@@ -257,6 +257,33 @@ def test_large_entries_are_written_into_two_shards_at_once(
     assert not find_journals(tmp_path)
 
 
+def test_no_shard_stays_open_while_others_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few large images among many small ones."""
+    (tmp_path / "shards").mkdir()
+    small, large = random_features(0), random_features(1, tokens=40)
+    monkeypatch.setattr(writer, "LARGE_ENTRY", large.num_bytes)
+    with CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=4 * large.num_bytes) as made:
+        for number in range(2):  # one each way
+            made.add(f"{number:064x}", large)
+        for number in range(2, 2 + 5 * large.num_bytes // small.num_bytes):
+            made.add(f"{number:064x}", small)
+        deadline = time.monotonic() + 30
+        while f"{1:064x}" not in committed_keys(tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_few_large_entries_go_both_ways_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "LARGE_ENTRY", 0)
+    (tmp_path / "shards").mkdir()
+    with CacheWriter(tmp_path, FORMATS["safetensors"], shard_size=1 << 30) as made:
+        for number in range(6):
+            made.add(f"{number:064x}", random_features(number))
+            for stream in made._streams:
+                stream._writing.drain()
+    assert [len(shard.entries) for shard in load_shard_indexes(tmp_path)] == [3, 3]
+
+
 @pytest.mark.usefixtures("all_are_large")
 def test_an_error_of_either_way_is_told_at_the_next_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what the other one has is kept."""

@@ -50,6 +50,7 @@ def test_features_are_copied_back_when_they_are_there(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:cutlass:DeprecationWarning")  # flash-attn-4's own imports
 @pytest.mark.skipif(not flash.is_installed(), reason="needs flash-attn-4")
 def test_flash_attention_waits_for_what_it_reads() -> None:
     device = torch.device("cuda:1")
