@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch._functorch.config
 
 
 def recomputing(model: Any, wanted: bool) -> None:
     """Turn activation checkpointing on or off, as Trainer does, for what is compiled from here on as well.
 
-    In compiled layers it is the compiler that decides what is kept, and before torch 2.13 it kept, in spite of
+    Compiled layers contain it, so it is the compiler that decides what is kept. Before torch 2.13 it kept, in spite of
     activation checkpointing, what an autograd.Function had computed: the products of a base in NF4 or FP8, more than
-    half of all activations (docs/decisions/0018-activation-checkpointing.md). A budget of nothing has no exceptions.
+    half of all activations. A budget of nothing has no exceptions; not even for what dropout drops, which would be
+    drawn anew, so with dropout the compiler has its way. See docs/decisions/0018-activation-checkpointing.md.
     """
     # transformers renamed these within the range of versions that is supported.
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
@@ -20,4 +22,5 @@ def recomputing(model: Any, wanted: bool) -> None:
         getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
     else:
         getattr(model, f"{name}_disable")()
-    torch._functorch.config.activation_memory_budget = 0.0 if wanted else 1.0
+    drawn = any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in model.modules())
+    torch._functorch.config.activation_memory_budget = 0.0 if wanted and not drawn else 1.0

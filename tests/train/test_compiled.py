@@ -165,13 +165,14 @@ def _assert_nothing_new(steps: Steps) -> None:
 
 
 NUMBERS = {
+    "autocast": {"precision": "bf16"},
     "autocast, dropout": {"precision": "bf16", "lora": {**FEW, "lora_dropout": 0.1}},
     "nf4": {"precision": "bf16", "quantization": "nf4"},
     "fp8": {"precision": "bf16", "quantization": "fp8"},
 }
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ["autocast, dropout", "nf4", "fp8"])
 def test_new_lengths_compile_nothing_new_whatever_the_numbers_are_in(steps: Callable[..., Steps], numbers: str) -> None:
     if numbers == "fp8" and torch.__version__ < "2.12":
         pytest.skip("FP8 products with a scale for each row are on the CPU from torch 2.12 on")
@@ -188,7 +189,7 @@ def test_new_lengths_compile_nothing_new_with_activation_checkpointing(steps: Ca
 
 
 @pytest.mark.parametrize("compiled", ["aot_eager_decomp_partition"], indirect=True)
-@pytest.mark.parametrize("numbers", ["autocast, dropout", "nf4", "fp8"])
+@pytest.mark.parametrize("numbers", ["autocast", "nf4", "fp8"])
 def test_activation_checkpointing_keeps_little_more_than_the_layers_inputs(
     steps: Callable[..., Steps], numbers: str
 ) -> None:
