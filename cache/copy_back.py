@@ -58,7 +58,7 @@ class CopyBack:
     Leaving the `with` block waits until all are handed to the writer. On a GPU nothing here keeps the calling thread or
     the tower waiting, as long as the writer keeps up. What piles up is what a kill costs, so it is at most as much as a
     shard holds: `BATCHES_AHEAD` batches here, the batch that the tower is asked for meanwhile, and what waits in the
-    writer, one image at least. Of batches too large for that, one piles up here.
+    writer, one image at least for each shard in hand. Of batches too large for that, one piles up here.
 
     Args:
         waits: counts how long the copying thread waited for the tower's device.

@@ -76,7 +76,7 @@ class ShardStream:
         return self._writing.unfinished
 
     def check(self) -> None:
-        """Raise what went wrong behind the caller's back and was not raised yet."""
+        """Raise what went wrong in writing and was not raised yet; of a commit, the next one or `drain` tells."""
         self._writing.check()
 
     def add(self, key: str, features: StoredFeatures, digest: str) -> None:
@@ -85,7 +85,7 @@ class ShardStream:
 
     def let_go(self) -> None:
         """Let the shard in hand be committed when what was added is in it, however little; waits as `add` does."""
-        self._writing.put(None, 0)
+        self._writing.put(None, 1)  # counts, so that draining waits for it
 
     def finish_shard(self) -> None:
         """Wait until all entries are written, and let the shard in hand be committed."""
@@ -159,7 +159,8 @@ class ShardStream:
         if shard is not None:
             with suppress(OSError):  # a full disk is told at the close once more
                 shard.file.abandon()
-            shard.temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # `pipeline prune` finds it
+                shard.temporary.unlink(missing_ok=True)
             shard.journal.remove()
 
     def _commit(self, shard: _OpenShard) -> None:

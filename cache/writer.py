@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -67,9 +68,10 @@ class CacheWriter:
                 raise
             error.add_note(f"What was held in memory could not be written either: {failure}")
         finally:
-            for stream in self._streams:
-                stream.close()
-            update_index_file(self.folder)
+            with ExitStack() as closing:  # each, whatever becomes of the others
+                closing.callback(update_index_file, self.folder)
+                for stream in self._streams:
+                    closing.callback(stream.close)
 
     def add(self, key: str, features: StoredFeatures) -> None:
         """Take one entry, tensors on the CPU, which must not be changed any more; waits while too many wait.
@@ -90,12 +92,12 @@ class CacheWriter:
     def _let_go_of_what_is_unused(self, used: ShardStream, num_bytes: int) -> None:
         """No shard stays open for longer than another one takes to fill: what is in it would count hours later."""
         del self._unused[used]
+        self._unused[used] = -num_bytes
         for stream in self._unused:
             self._unused[stream] += num_bytes
             if self._unused[stream] >= self._shard_size:
-                stream.let_go()
                 self._unused[stream] = 0
-        self._unused[used] = 0
+                stream.let_go()
 
     @property
     def waited(self) -> float:
@@ -121,12 +123,14 @@ class CacheWriter:
 
 
 def _all(calls: list[Callable[[], None]]) -> None:
-    """Make all calls, whatever comes of them; raises the first error."""
-    errors = []
+    """Make all calls, whatever comes of them; raises the first error, with what the others said."""
+    errors: list[Exception] = []
     for call in calls:
         try:
             call()
-        except BaseException as error:
+        except Exception as error:  # an interrupt ends it at once
             errors.append(error)
     if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"And: {other}")
         raise errors[0]

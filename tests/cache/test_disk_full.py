@@ -123,7 +123,8 @@ def test_a_disk_that_fills_up_midway(cached: Any, small_disk: Path, tower_calls:
     with pytest.raises(ResourceError, match="is full") as caught:
         builder.run("train", SILENT, should_stop=fills)
     assert str(small_disk) in str(caught.value.where)
-    assert not hasattr(caught.value, "__notes__"), "the shard that did not fit was tried again"
+    notes = getattr(caught.value, "__notes__", [])  # the one that is being committed may not fit either
+    assert not [note for note in notes if str(caught.value.where) in note], "the shard that did not fit was tried again"
     assert_tidy(builder.folder)
     kept = committed_keys(builder.folder)
     assert 2 <= len(kept) <= 4  # with all 4 it is the split list that does not fit

@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up_while_two_shards_are_written(
 ) -> None:
     monkeypatch.setattr(writer, "LARGE_ENTRY", 0)
     full_at_some_of_all(
-        tmp_path, make_config, "cache", "safetensors", lambda n: random.Random(1).sample(range(1, n), 4)
+        tmp_path, make_config, "cache", "safetensors", lambda n: random.Random(1).sample(range(1, n * 4 // 5), 4)
     )
 
 

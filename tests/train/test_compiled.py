@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config
 from torch._dynamo.utils import counters
 
 import tests.train.flash_on_cpu  # noqa: F401
@@ -50,6 +51,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.compiler.set_default_backend(request.param)
     yield
     torch.compiler.set_default_backend(before)
+    torch._functorch.config.activation_memory_budget = 1.0
     torch.compiler.reset()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.recompute import recomputing
 
@@ -58,8 +59,8 @@ def as_before() -> Iterator[None]:
 
 def test_what_dropout_drops_is_the_same_when_it_is_computed_again() -> None:
     layer = Layer(0.5)
-    recomputing(layer, True)
     layer.compile()
+    recomputing(layer, True)
     for _ in range(2):
         layer.weight.grad = None
         output = layer(torch.rand(4096) + 0.5)
@@ -69,9 +70,29 @@ def test_what_dropout_drops_is_the_same_when_it_is_computed_again() -> None:
         assert torch.equal(output != 0, layer.weight.grad != 0)
 
 
-@pytest.mark.parametrize(("wanted", "dropout", "budget"), [(True, 0.0, 0.0), (True, 0.1, 1.0), (False, 0.0, 1.0)])
-def test_the_compiler_may_keep_nothing_unless_something_is_drawn(wanted: bool, dropout: float, budget: float) -> None:
-    recomputing(Layer(0.0), True)
-    recomputing(Layer(dropout), wanted)
+@pytest.mark.parametrize(
+    ("wanted", "compiled", "dropout", "budget"),
+    [(True, True, 0.0, 0.0), (True, True, 0.1, 1.0), (True, False, 0.0, 1.0), (False, True, 0.0, 1.0)],
+)
+def test_the_compiler_may_keep_nothing_unless_something_is_drawn(
+    wanted: bool, compiled: bool, dropout: float, budget: float
+) -> None:
+    torch._functorch.config.activation_memory_budget = 0.5
+    layer = Layer(dropout)
+    if compiled:
+        layer.compile()
+
+    recomputing(layer, wanted)
 
     assert torch._functorch.config.activation_memory_budget == budget
+
+
+def test_checkpointing_around_a_compiled_layer_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers before 5.23: the compiler would compute again what is computed again already."""
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", torch.nn.Module.__call__, raising=False)
+    layer = Layer(0.0)
+    layer.compile()
+
+    recomputing(layer, True)
+
+    assert torch._functorch.config.activation_memory_budget == 1.0
