@@ -18,7 +18,7 @@ from cache.manifest import SHARDS, IndexEntry, ShardIndex, index_file, save_shar
 
 # Features that wait to be written, in bytes, and as a share of a shard's; or one image. What holds more back while the
 # disk pauses is cache.copy_back.
-WAITING_BYTES, WAITING_SHARE = 64 << 20, 1 / 32
+WAITING_BYTES, WAITING_SHARE = 64 << 20, 1 / 64
 _ROOM_SHARE = 1.25  # images differ in size: room for somewhat more entries than there are of the first one's size
 _SMALL_ENTRY = 1 << 20
 _MAX_ENTRIES = 8192  # a header with room for more would be megabytes at every opening
