@@ -174,7 +174,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("numbers", ["autocast, dropout", "nf4", "fp8"])
+@pytest.mark.parametrize("numbers", ["autocast, dropout", "nf4", pytest.param("fp8", marks=pytest.mark.soak)])
 def test_new_lengths_compile_nothing_new_whatever_the_numbers_are_in(steps: Callable[..., Steps], numbers: str) -> None:
     if numbers == "fp8" and torch.__version__ < "2.12":
         pytest.skip("FP8 products with a scale for each row are on the CPU from torch 2.12 on")
@@ -191,7 +191,10 @@ def test_new_lengths_compile_nothing_new_with_activation_checkpointing(steps: Ca
 
 
 @pytest.mark.parametrize("compiled", ["aot_eager_decomp_partition"], indirect=True)
-@pytest.mark.parametrize("numbers", ["autocast", "nf4", "fp8"])
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param("autocast", marks=pytest.mark.soak), "nf4", pytest.param("fp8", marks=pytest.mark.soak)],
+)
 def test_activation_checkpointing_keeps_little_more_than_the_layers_inputs(
     steps: Callable[..., Steps], numbers: str
 ) -> None:
